@@ -1,0 +1,265 @@
+"""What users hand in: arrays, tensors, frames or a DataLoader, checked and made into tensors.
+
+Everything is refused here, with the argument's name, before any long work starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """Where a model lives and what it computes in."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The kind of thing that came in, so that the same kind goes out."""
+
+    device: torch.device | None
+    """Device of the tensor that came in; None for NumPy, pandas and lists."""
+
+    def restore(self, values: Tensor) -> Any:
+        """Turn a result into a tensor on the caller's device, or into a NumPy array."""
+        return values.detach().cpu().numpy() if self.device is None else values.detach().to(self.device)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Checked data: inputs x (n, ...) on the model's device and, where given, float64 targets y (n, O)."""
+
+    x: Tensor
+    y: Tensor | None
+    origin: Origin
+
+
+def model_traits(model: object, *, trainable: bool = True) -> ModelTraits:
+    """Check that `model` is a usable module on one device, and read its traits.
+
+    With `trainable`, it must have parameters with requires_grad: those it is linearised in.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, parameter in tensors.items():
+        if is_lazy(parameter):
+            raise ValueError(f"model parameter {name!r} is not initialised yet: run the model on one batch first")
+    devices = sorted({str(t.device) for t in tensors.values()})
+    if len(devices) > 1:
+        raise ValueError(f"model must live on one device, its parameters are on {', '.join(devices)}")
+    if devices == ["meta"]:
+        raise ValueError("model is on the meta device: it has no values to predict with")
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if trainable and not learned:
+        raise ValueError("model has no parameter with requires_grad=True: nothing to linearise in")
+    for name, parameter in learned.items():
+        if not parameter.is_floating_point():
+            raise TypeError(f"model parameter {name!r} must be real floating point, got {parameter.dtype}")
+        if not torch.isfinite(parameter).all():
+            raise ValueError(f"model parameter {name!r} contains NaN or infinite values")
+    floating = [t for t in (*learned.values(), *tensors.values()) if t.is_floating_point()]
+    dtype = floating[0].dtype if floating else torch.float32
+    return ModelTraits(torch.device(devices[0] if devices else "cpu"), dtype)
+
+
+def read_rows(X: object, y: object, traits: ModelTraits, *, x_name: str = "X", y_name: str = "y") -> Rows:
+    """Check `X` and `y` (or one DataLoader of pairs in place of both) and bring them to the model's device."""
+    if isinstance(X, DataLoader):
+        if y is not None:
+            raise TypeError(f"{y_name} must be left out when {x_name} is a DataLoader: the loader yields both")
+        X, y = _gather(X, x_name, wants_targets=True)
+    elif y is None:
+        raise TypeError(f"{y_name} is missing: pass the targets, or a DataLoader of (inputs, targets) as {x_name}")
+    rows = read_inputs(X, traits, name=x_name)
+    targets = _read_targets(y, traits, y_name)
+    if len(targets) != len(rows.x):
+        raise ValueError(f"{x_name} and {y_name} must have the same length, got {len(rows.x)} and {len(targets)} rows")
+    return Rows(rows.x, targets, rows.origin)
+
+
+def read_inputs(X: object, traits: ModelTraits, *, name: str = "X") -> Rows:
+    """Check inputs alone (for prediction) and bring them to the model's device."""
+    from_loader = isinstance(X, DataLoader)
+    if isinstance(X, DataLoader):
+        X, _ = _gather(X, name, wants_targets=False)
+    x, origin = _to_tensor(X, name)
+    if x.ndim == 0 or (x.ndim == 1 and x.is_floating_point()):
+        hint = "one row is X.reshape(1, -1), one feature is X.reshape(-1, 1)"
+        raise ValueError(f"{name} must have one row an example, got shape {tuple(x.shape)}; {hint}")
+    if x.numel() == 0:
+        raise ValueError(f"{name} is empty: its shape is {tuple(x.shape)}")
+    if not from_loader:
+        _check_device(x, origin, traits, name)
+    _check_finite(x, name)
+    dtype = traits.dtype if x.is_floating_point() or origin.device is None else x.dtype
+    return Rows(x.to(traits.device, dtype), None, origin)
+
+
+def _read_targets(y: object, traits: ModelTraits, name: str) -> Tensor:
+    """Targets as float64, (n, O)."""
+    values, origin = _to_tensor(y, name)
+    if values.ndim not in (1, 2):
+        raise ValueError(f"{name} must have shape (n,) or (n, outputs), got {tuple(values.shape)}")
+    if values.numel() == 0:
+        raise ValueError(f"{name} is empty: its shape is {tuple(values.shape)}")
+    _check_finite(values, name)
+    if origin.device is not None and origin.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device: it has no values")
+    values = values.to(traits.device, torch.float64)
+    return values.unsqueeze(1) if values.ndim == 1 else values
+
+
+def read_label(y: object, rows: int, outputs: int, traits: ModelTraits) -> Tensor:
+    """Candidate labels for `rows` test points, float64 (rows, outputs); one label serves all rows."""
+    if isinstance(y, Real) and not isinstance(y, bool):
+        y = np.full((rows, outputs), float(y))
+    labels = _read_targets(y, traits, "y")
+    if labels.shape != (rows, outputs):
+        wanted = f"({rows},)" if outputs == 1 else f"({rows}, {outputs})"
+        raise ValueError(f"y must have shape {wanted}, one label a row of X, got {tuple(labels.shape)}")
+    return labels
+
+
+def check_outputs(found: int, targets: Tensor, name: str = "y") -> None:
+    """Refuse targets whose number of columns is not the model's number of outputs."""
+    if targets.shape[1] != found:
+        raise ValueError(f"{name} has {targets.shape[1]} column(s), the model has {found} output(s)")
+
+
+def check_row_shape(x: Tensor, expected: Sequence[int], name: str = "X") -> None:
+    """Refuse rows of another shape than those the predictor was given before."""
+    if tuple(x.shape[1:]) != tuple(expected):
+        raise ValueError(f"{name} has rows of shape {tuple(x.shape[1:])}, expected {tuple(expected)} as before")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Refuse an option that is not one of the words it may be."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def read_levels(confidence_level: object) -> list[Fraction]:
+    """Confidence levels as exact decimal fractions, so that 0.95 * 20 is 19 and its ceiling too."""
+    if isinstance(confidence_level, Tensor):
+        confidence_level = confidence_level.detach().cpu().numpy()
+    if isinstance(confidence_level, (str, bytes)):
+        raise TypeError(f"confidence_level must be a number in (0, 1) or several, got {confidence_level!r}")
+    levels = [confidence_level] if np.ndim(confidence_level) == 0 else list(confidence_level)  # type: ignore
+    if not levels:
+        raise ValueError("confidence_level is empty: give one level in (0, 1) or several")
+    return [_read_level(level) for level in levels]
+
+
+def read_single_level(confidence_level: object) -> Fraction:
+    """The one level that a call which returns sets can take."""
+    levels = read_levels(confidence_level)
+    if len(levels) != 1:
+        raise ValueError(f"confidence_level must be a single level here, got {len(levels)}")
+    return levels[0]
+
+
+def _read_level(level: object) -> Fraction:
+    if isinstance(level, (bool, np.bool_)) or not isinstance(level, (Real, np.number)):
+        raise TypeError(f"confidence_level must be a number in (0, 1), got {level!r}")
+    number = float(level)
+    if not 0.0 < number < 1.0:
+        raise ValueError(f"confidence_level must lie strictly between 0 and 1, got {level!r}")
+    # The shortest decimal that names the float: float32 levels are read as the user wrote them, too.
+    return Fraction(str(level)) if isinstance(level, np.floating) else Fraction(repr(number))
+
+
+def _gather(loader: DataLoader[Any], name: str, *, wants_targets: bool) -> tuple[Tensor, Tensor | None]:
+    """One pass over a loader: (inputs, targets) batches, or for prediction inputs alone."""
+    xs: list[Tensor] = []
+    ys: list[Tensor] = []
+    for batch in loader:
+        parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+        if wants_targets and len(parts) != 2:
+            raise TypeError(f"{name}: the DataLoader must yield (inputs, targets), got {len(parts)} part(s) a batch")
+        if not all(isinstance(part, Tensor) for part in parts[:2]):
+            raise TypeError(f"{name}: the DataLoader must yield tensors, got {type(parts[0]).__name__}")
+        xs.append(parts[0])
+        if wants_targets:
+            ys.append(parts[1])
+    if not xs:
+        raise ValueError(f"{name} is empty: the DataLoader yields no batch")
+    return torch.cat(xs), torch.cat(ys) if wants_targets else None
+
+
+def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
+    if isinstance(values, Tensor):
+        if values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"{name} must be real numbers, got a tensor of {values.dtype}")
+        values = values.detach()
+        # Tensors made under torch.inference_mode cannot enter autograd; a copy made outside of it can.
+        with torch.inference_mode(False):
+            return (values.clone() if values.is_inference() else values), Origin(values.device)
+    if hasattr(values, "select_dtypes"):  # a pandas frame: name the column that is no number
+        bad = [str(c) for c, kind in zip(values.columns, values.dtypes, strict=True) if not _is_number_kind(kind)]  # type: ignore[attr-defined]
+        if bad:
+            raise TypeError(f"{name} has columns that are not numbers: {', '.join(bad)}")
+        values = values.to_numpy(dtype=np.float64)  # type: ignore[attr-defined]
+    elif hasattr(values, "to_numpy"):
+        values = values.to_numpy()
+    if values is None or isinstance(values, (str, bytes, dict)):
+        raise TypeError(f"{name} must be an array, tensor, frame or DataLoader of numbers, got {type(values).__name__}")
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be made into an array: {error}") from error
+    if array.dtype == object:
+        try:
+            array = array.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name} must hold numbers only: {error}") from error
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{name} must be real numbers, got an array of dtype {array.dtype}")
+    if array.dtype.kind == "u" or not array.dtype.isnative:
+        array = array.astype(np.float64)
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    return torch.from_numpy(array), Origin(None)
+
+
+def _is_number_kind(kind: Any) -> bool:
+    return getattr(kind, "kind", "O") in "fiu"
+
+
+def _check_device(x: Tensor, origin: Origin, traits: ModelTraits, name: str) -> None:
+    if origin.device is not None and origin.device != traits.device:
+        raise ValueError(f"{name} is on {origin.device}, the model on {traits.device}: move one of them")
+
+
+def _check_finite(x: Tensor, name: str) -> None:
+    if x.is_meta or not x.is_floating_point():
+        return
+    if torch.isfinite(x.sum()):  # one cheap pass: a NaN or an infinity anywhere would show
+        return
+    bad = (~torch.isfinite(x)).reshape(len(x), -1).any(1)
+    if bad.any():
+        first = int(bad.nonzero()[0, 0])
+        raise ValueError(f"{name} contains NaN or infinite values in {int(bad.sum())} row(s), the first is row {first}")
+
+
+def check_positive_int(name: str, value: object, *, least: int = 1) -> int:
+    """Refuse anything that is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return int(value)

@@ -1,0 +1,20 @@
+"""Progress on a terminal, silence in a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def track(steps: Iterable[T], description: str, total: int) -> Iterator[T]:
+    """Iterate over `steps`, showing a bar with the time left if there are several and a person is watching."""
+    if total < 2 or not sys.stderr.isatty():
+        yield from steps
+        return
+    from rich.console import Console
+    from rich.progress import track as rich_track
+
+    yield from rich_track(steps, description, total=total, console=Console(stderr=True), transient=True)
