@@ -1,0 +1,7 @@
+"""phi: per-sample gradients of a module, in row chunks."""
+
+from fullcp.features.jacobian import Jacobian
+from fullcp.features.network import Network
+from fullcp.features.rows import FeatureRows
+
+__all__ = ["FeatureRows", "Jacobian", "Network"]

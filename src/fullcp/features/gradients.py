@@ -1,0 +1,159 @@
+"""Three ways to the same numbers: outputs f (n, O) and their gradients phi (n, O, D), row by row.
+
+`LinearGradients` builds them from the activations and back-propagated signals of nn.Linear layers, at the cost of one
+backward pass an output. `FunctionalGradients` lets torch.func do it for any module it can vectorise.
+`LoopGradients` differentiates one row after the other, and serves what is left (some recurrent networks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+
+from fullcp.features.outputs import as_rows
+
+Parameters = dict[str, nn.Parameter]
+
+
+class Gradients(Protocol):
+    """A way to compute outputs and per-row gradients."""
+
+    name: str
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (n, O) and gradients (n, O, D) of the rows x (n, ...)."""
+
+
+class NotLinearError(Exception):
+    """The module is not one that `LinearGradients` understands."""
+
+
+class LinearGradients:
+    """Gradients of a module whose trainable parameters all belong to nn.Linear layers.
+
+    For one row, the gradient in a layer's weight is the outer product of the signal that comes back to the layer's
+    output and the activation that went in.
+    """
+
+    name = "linear layers"
+
+    def __init__(self, model: nn.Module, parameters: Parameters):
+        self.model = model
+        self.slices: dict[int, slice] = {}  # id of a parameter -> its columns of phi
+        start = 0
+        for parameter in parameters.values():
+            self.slices[id(parameter)] = slice(start, start + parameter.numel())
+            start += parameter.numel()
+        self.size = start
+        self.layers = [
+            module
+            for module in model.modules()
+            if type(module) is nn.Linear and any(id(p) in self.slices for p in module.parameters(recurse=False))
+        ]
+        owned = {id(p) for layer in self.layers for p in layer.parameters(recurse=False)}
+        if not owned.issuperset(self.slices):
+            raise NotLinearError("a trainable parameter belongs to no nn.Linear layer")
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (n, O) and gradients (n, O, D)."""
+        with self._recording() as calls:
+            f = as_rows(self.model(x), len(x))
+        calls = [call for call in calls if call[2].requires_grad]
+        if not calls:
+            raise NotLinearError("the output does not depend on the trainable parameters")
+        if any(a.shape[0] != len(x) or z.shape[0] != len(x) for _, a, z in calls):
+            raise NotLinearError("a layer does not see one row an example")
+        phi = f.new_zeros(len(x), f.shape[1], self.size)  # (n, O, D)
+        signals_wanted = [z for _, _, z in calls]
+        for o in range(f.shape[1]):
+            last = o == f.shape[1] - 1
+            signals = torch.autograd.grad(f[:, o].sum(), signals_wanted, retain_graph=not last, allow_unused=True)
+            for (layer, a, _), g in zip(calls, signals, strict=True):
+                if g is not None:
+                    self._add_layer(phi[:, o], layer, a, g)
+        return f.detach(), phi
+
+    def _add_layer(self, phi: Tensor, layer: nn.Linear, a: Tensor, g: Tensor) -> None:
+        """Add one use of a layer, input a (n, ..., in) and signal g (n, ..., out), to phi (n, D)."""
+        columns = self.slices.get(id(layer.weight))
+        if columns is not None:
+            block = phi[:, columns].view(len(phi), layer.out_features, layer.in_features)
+            if a.ndim == 2:
+                block.addcmul_(g.unsqueeze(2), a.unsqueeze(1))
+            else:
+                block.add_(torch.einsum("n...o,n...i->noi", g, a))
+        columns = None if layer.bias is None else self.slices.get(id(layer.bias))
+        if columns is not None:
+            phi[:, columns] += g if g.ndim == 2 else g.flatten(1, -2).sum(1)
+
+    @contextmanager
+    def _recording(self) -> Iterator[list[tuple[nn.Linear, Tensor, Tensor]]]:
+        """Record each use of a layer: (layer, input, output)."""
+        calls: list[tuple[nn.Linear, Tensor, Tensor]] = []
+
+        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            assert isinstance(module, nn.Linear)
+            calls.append((module, inputs[0].detach(), output))
+            return output.clone()  # so that an in-place activation leaves the recorded output alone
+
+        handles = [layer.register_forward_hook(record, prepend=True) for layer in self.layers]
+        try:
+            yield calls
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class FunctionalGradients:
+    """Gradients by torch.func, for every module that vmap can vectorise."""
+
+    name = "torch.func"
+
+    def __init__(self, model: nn.Module, parameters: Parameters):
+        self.model = model
+        self.parameters = parameters
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (n, O) and gradients (n, O, D)."""
+        values = {name: p.detach() for name, p in self.parameters.items()}
+
+        def one_row(values: dict[str, Tensor], row: Tensor) -> tuple[Tensor, Tensor]:
+            f = as_rows(functional_call(self.model, values, (row.unsqueeze(0),)), 1)[0]
+            return f, f
+
+        jacobian = vmap(jacrev(one_row, has_aux=True), in_dims=(None, 0))
+        gradients, f = jacobian(values, x)
+        return f.detach(), torch.cat([gradients[name].detach().reshape(*f.shape, -1) for name in values], dim=2)
+
+
+class LoopGradients:
+    """Gradients by plain autograd, one row and output at a time: slow, and good for any module."""
+
+    name = "a loop over rows"
+
+    def __init__(self, model: nn.Module, parameters: Parameters):
+        self.model = model
+        self.parameters = list(parameters.values())
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (n, O) and gradients (n, O, D)."""
+        rows = [self._one_row(row) for row in x]
+        return torch.stack([f for f, _ in rows]), torch.stack([phi for _, phi in rows])
+
+    def _one_row(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        f = as_rows(self.model(row.unsqueeze(0)), 1)[0]
+        phi = [
+            torch.cat(
+                [
+                    g.flatten()
+                    for g in torch.autograd.grad(fo, self.parameters, retain_graph=True, materialize_grads=True)
+                ]
+            )
+            for fo in f
+        ]
+        return f.detach(), torch.stack(phi)

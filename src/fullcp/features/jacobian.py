@@ -1,0 +1,98 @@
+"""phi(x): the gradient of a network's outputs in its trainable parameters, for any nn.Module."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from fullcp.features.gradients import (
+    FunctionalGradients,
+    Gradients,
+    LinearGradients,
+    LoopGradients,
+    NotLinearError,
+    Parameters,
+)
+from fullcp.features.network import Network, normal
+from fullcp.features.preserve import preserved
+
+# What two ways to the same gradient may differ by, relative to the largest entry; above it one of them is wrong.
+_AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}
+_AGREEMENT_HALF = 5e-2
+
+
+class Jacobian(Network):
+    """Outputs and per-row gradients of a model, computed the fastest way that gives the right numbers.
+
+    The way is chosen once, on a few rows: the linear-layer path is used only where it agrees with torch.func (or
+    with plain autograd, where torch.func cannot go).
+
+    Parameters
+    ----------
+    model : the trained network; only parameters with requires_grad count.
+    x : Tensor (n, ...)
+        Rows to probe the model with; a few, spread over the data, are used.
+
+    Examples
+    --------
+    >>> net = torch.nn.Linear(3, 1)
+    >>> jacobian = Jacobian(net, torch.randn(8, 3))
+    >>> f, phi = jacobian(torch.ones(2, 3))
+    >>> phi[0].tolist()  # the inputs, and 1 for the bias
+    [[1.0, 1.0, 1.0, 1.0]]
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor):
+        super().__init__(model, x)
+        self.parameters: Parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.size = sum(p.numel() for p in self.parameters.values())
+        self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
+        with preserved(self.model):
+            self._gradients = self._choose(self.probe)
+
+    @property
+    def way(self) -> str:
+        """How the gradients are computed, in words."""
+        return self._gradients.name
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs f (n, O) and gradients phi (n, O, D) of the rows x (n, ...)."""
+        with preserved(self.model):
+            return self._gradients(normal(x))
+
+    def bytes_per_row(self) -> int:
+        """Memory of one row: phi, its parts before they are put together, and its float64 copy."""
+        width = torch.finfo(self.dtype).bits // 8
+        return super().bytes_per_row() + self.outputs * self.size * (2 * width + 8)
+
+    def locate(self, column: int) -> str:
+        """Name the parameter entry behind a column of phi."""
+        for name, parameter in self.parameters.items():
+            if column < parameter.numel():
+                index: list[int] = []
+                for extent in reversed(parameter.shape):
+                    index.insert(0, column % extent)
+                    column //= extent
+                return f"{name}{index}"
+            column -= parameter.numel()
+        raise IndexError(column)
+
+    def _choose(self, probe: Tensor) -> Gradients:
+        reference: Gradients = FunctionalGradients(self.model, self.parameters)
+        try:
+            expected = reference(probe)[1]
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):  # what vmap cannot vectorise
+            reference = LoopGradients(self.model, self.parameters)
+            expected = reference(probe)[1]
+        if not torch.isfinite(expected).all():
+            raise ValueError("model has NaN or infinite gradients at its outputs")
+        try:
+            fast = LinearGradients(self.model, self.parameters)
+            found = fast(probe)[1]
+        except (NotLinearError, RuntimeError):
+            return reference
+        tolerance = _AGREEMENT.get(expected.dtype, _AGREEMENT_HALF) * expected.abs().amax()
+        agrees = found.shape == expected.shape and bool((found - expected).abs().amax() <= tolerance)
+        return fast if agrees else reference

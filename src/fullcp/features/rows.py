@@ -1,0 +1,85 @@
+"""phi of a whole data set, in chunks: held in memory where it fits, computed again where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fullcp.features.jacobian import Jacobian
+from fullcp.progress import track
+
+
+class FeatureRows:
+    """Gradients phi of all N rows of x, handed out in chunks within a memory budget.
+
+    Parameters
+    ----------
+    jacobian : the model's gradients.
+    x : Tensor (N, ...)
+    memory : int
+        Budget in bytes. Half of it may hold the gradients (in the network's own dtype), an eighth a chunk.
+    """
+
+    def __init__(self, jacobian: Jacobian, x: Tensor, *, memory: int):
+        self.jacobian = jacobian
+        self.x = x
+        self.count, self.outputs, self.size = len(x), jacobian.outputs, jacobian.size
+        self.memory = memory
+        self.chunk = jacobian.rows_per_chunk(memory // 8)
+        self.holds = False
+        self._held: Tensor | None = None  # (N, O, D)
+        self._predictions: Tensor | None = None  # (N, O), float64
+
+    def hold(self) -> None:
+        """Keep the gradients from the next pass on, where they fit: further passes will come."""
+        width = torch.finfo(self.jacobian.dtype).bits // 8
+        self.holds = self.count * self.outputs * self.size * width <= self.memory // 2
+
+    def slices(self) -> list[slice]:
+        """The chunks of rows, in order."""
+        return [slice(start, min(start + self.chunk, self.count)) for start in range(0, self.count, self.chunk)]
+
+    def chunks(self, description: str = "gradients") -> Iterator[tuple[slice, Tensor]]:
+        """Each chunk of rows with its phi (n, O, D), in the network's dtype."""
+        if self._held is not None:
+            for rows in self.slices():
+                yield rows, self._held[rows]
+            return
+        held = self.x.new_empty(self.count, self.outputs, self.size, dtype=self.jacobian.dtype) if self.holds else None
+        predictions = self.x.new_empty(self.count, self.outputs, dtype=torch.float64)
+        slices = self.slices()
+        for rows in track(slices, description, len(slices)):
+            f, phi = self.jacobian(self.x[rows])
+            self._check_finite(rows, f, phi)
+            predictions[rows] = f.double()
+            if held is not None:
+                held[rows] = phi
+            yield rows, phi
+        self._predictions = predictions
+        self._held = held
+
+    def block(self, rows: slice) -> Tensor:
+        """Phi of a slice of rows, (n, O, D); no more than `chunk` rows where they are not held."""
+        if self._held is None and self.holds:
+            for _ in self.chunks():
+                pass
+        if self._held is not None:
+            return self._held[rows]
+        f, phi = self.jacobian(self.x[rows])
+        self._check_finite(rows, f, phi)
+        return phi
+
+    @property
+    def predictions(self) -> Tensor:
+        """The model's outputs for all rows, float64 (N, O)."""
+        if self._predictions is None:
+            self._predictions = torch.cat([self.jacobian.predict(self.x[rows]).double() for rows in self.slices()])
+        return self._predictions
+
+    def _check_finite(self, rows: slice, f: Tensor, phi: Tensor) -> None:
+        finite = torch.isfinite(f).all(1) & torch.isfinite(phi).flatten(1).all(1)
+        if not finite.all():
+            first = rows.start + int((~finite).nonzero()[0, 0])
+            raise ValueError(f"model has NaN or infinite outputs or gradients at row {first} of X")
