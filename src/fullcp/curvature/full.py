@@ -1,0 +1,246 @@
+"""The exact Gauss-Newton matrix, in the form that is cheaper: primal (D x D) or dual (N O x N O).
+
+`design.md` section 2, "Primal or dual, same numbers". Rows of phi below are (example, output) pairs, n = N O of them.
+All algebra is float64.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
+from fullcp.curvature.penalty import expand_l2
+from fullcp.features import FeatureRows
+from fullcp.progress import track
+
+FORMS = ("primal", "dual")
+
+
+def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str | None = None) -> Curvature:
+    """Factorise H = sum_i phi_i phi_i^T + diag(l2) over the rows of `features`.
+
+    Parameters
+    ----------
+    features : gradients of the training rows.
+    l2 : the ridge penalty, see `fullcp.curvature.penalty`.
+    cross : bool
+        Whether training and cross leverages will be asked for, and so the rows again.
+    form : "primal", "dual" or None
+        None takes the cheaper one; a zero in l2 asks for the primal form.
+    """
+    diagonal = expand_l2(l2, features.jacobian.parameters, features.x.device)
+    if form is None:
+        form = "primal" if (diagonal == 0).any() else cheaper_form(features.count * features.outputs, features.size)
+    size = features.size if form == "primal" else features.count * features.outputs
+    _check_memory(size, features.x.device)
+    if cross or form == "dual":
+        features.hold()
+    if form == "primal":
+        return PrimalCurvature(features, diagonal)
+    if (diagonal == 0).any():
+        raise ValueError(
+            f"l2 must be positive everywhere in the dual form, entry {int((diagonal == 0).nonzero()[0])} is 0"
+        )
+    return DualCurvature(features, diagonal)
+
+
+def restore_full(features: FeatureRows, l2: object, state: dict[str, Tensor]) -> Curvature:
+    """The structure whose `state()` was saved, over the same rows."""
+    diagonal = expand_l2(l2, features.jacobian.parameters, features.x.device)
+    features.hold()
+    if "primal_factor" in state:
+        return PrimalCurvature(features, diagonal, factor=state["primal_factor"])
+    return DualCurvature(features, diagonal, factor=state["dual_factor"])
+
+
+def cheaper_form(rows: int, size: int) -> str:
+    """The form with fewer multiply-adds for a fit: Gram, factor and leverages of n rows with D columns."""
+    primal = 2 * rows * size**2 + size**3 / 3  # Gram; triangular solve of the rows; Cholesky
+    dual = rows**2 * size + rows**3  # Gram; Cholesky and inverse
+    return "primal" if primal <= dual else "dual"
+
+
+class PrimalCurvature:
+    """H as a D x D Cholesky factor L: right for D <= N O."""
+
+    name = "full, primal"
+    stands_alone = True
+
+    def __init__(self, features: FeatureRows, diagonal: Tensor, *, factor: Tensor | None = None):
+        self.features = features
+        if factor is None:
+            H = diagonal.diag()
+            for _, phi in features.chunks("curvature"):
+                P = phi.flatten(0, 1).double()  # (n, D)
+                H.addmm_(P.T, P)
+            factor = _cholesky(H, lambda j: self._blame(j, diagonal))
+        self.factor = factor  # L, (D, D)
+
+    def slack(self) -> Tensor:
+        """I - V_i, (N, O, O)."""
+        O = self.features.outputs
+        slack = torch.eye(O, dtype=torch.float64, device=self.factor.device).repeat(self.features.count, 1, 1)
+        for rows, phi in self.features.chunks("leverages"):
+            slack[rows] -= self.leverage(phi)
+        return slack
+
+    def leverage(self, phi: Tensor) -> Tensor:
+        """V of test points (m, O, D): (m, O, O)."""
+        return _gram_blocks(self._whiten(phi), phi.shape[1])
+
+    def query(self, phi: Tensor) -> Query:
+        """Leverages and cross leverages of test points (m, O, D)."""
+        m, O, _ = phi.shape
+        whitened = self._whiten(phi)  # L^-1 phi^T, (D, m O)
+        solved = torch.linalg.solve_triangular(self.factor.T, whitened, upper=True)  # H^-1 phi^T
+
+        def cross(rows: slice) -> Tensor:
+            P = self.features.block(rows).flatten(0, 1).double()  # (n O, D)
+            return (solved.T @ P.T).view(m, O, -1, O).permute(0, 2, 3, 1)
+
+        return Query(_gram_blocks(whitened, O), cross)
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        """H^-1 times vectors (D,) or (D, m)."""
+        columns = vectors.reshape(self.features.size, -1)
+        return torch.cholesky_solve(columns, self.factor).view_as(vectors)
+
+    def state(self) -> dict[str, Tensor]:
+        """The factor."""
+        return {"primal_factor": self.factor}
+
+    def _whiten(self, phi: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor, phi.flatten(0, 1).double().T, upper=False)
+
+    def _blame(self, column: int, diagonal: Tensor) -> str:
+        name = self.features.jacobian.locate(column)
+        return (
+            f"H = sum of phi phi^T + diag(l2) is singular in float64 at parameter {name}: l2 = "
+            f"{diagonal[column].item():.3g} there does not hold what the rows leave undetermined; raise it"
+        )
+
+
+class DualCurvature:
+    """H through G = I + K, K = phi diag(1/l2) phi^T, an n x n Cholesky factor: right for D > N O.
+
+    With phi' = phi / sqrt(l2): a = G^-1 phi'_train phi'^T are the cross leverages, and r = phi' - phi'_train^T a is
+    (I + phi'_train^T phi'_train)^-1 phi', so that h = phi'^T r = r^T r + a^T a, a sum of squares: nothing cancels.
+    """
+
+    name = "full, dual"
+    stands_alone = False
+
+    def __init__(self, features: FeatureRows, diagonal: Tensor, *, factor: Tensor | None = None):
+        self.features = features
+        self.root = diagonal.rsqrt()  # 1 / sqrt(l2), (D,)
+        if factor is None:
+            factor = _cholesky(self._gram(), self._blame)
+        self.factor = factor  # L of G, (n, n)
+
+    def slack(self) -> Tensor:
+        """I - V_i = the diagonal blocks of G^-1, (N, O, O)."""
+        N, O = self.features.count, self.features.outputs
+        blocks = torch.cholesky_inverse(self.factor).view(N, O, N, O)
+        return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+    def leverage(self, phi: Tensor) -> Tensor:
+        """V of test points (m, O, D): (m, O, O)."""
+        return self.query(phi).leverage
+
+    def query(self, phi: Tensor) -> Query:
+        """Leverages and cross leverages of test points (m, O, D)."""
+        m, O, _ = phi.shape
+        a, r = self._split(self._scaled(phi).T)  # (n, m O), (D, m O)
+        C = a.view(-1, O, m, O).permute(2, 0, 1, 3)  # (m, N, O, O)
+        return Query(_gram_blocks(a, O) + _gram_blocks(r, O), lambda rows: C[:, rows])
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        """H^-1 times vectors (D,) or (D, m)."""
+        columns = vectors.reshape(self.features.size, -1)
+        _, r = self._split(self.root.unsqueeze(1) * columns)
+        return (self.root.unsqueeze(1) * r).view_as(vectors)
+
+    def state(self) -> dict[str, Tensor]:
+        """The factor."""
+        return {"dual_factor": self.factor}
+
+    def _split(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """A (n, m) and r (D, m) of columns phi'^T (D, m); see the class."""
+        k = columns.new_empty(len(self.factor), columns.shape[1])
+        O = self.features.outputs
+        for rows, phi in self.features.chunks("kernel"):
+            k[rows.start * O : rows.stop * O] = self._scaled(phi) @ columns
+        a = torch.cholesky_solve(k, self.factor)
+        r = columns.clone()
+        for rows, phi in self.features.chunks("kernel"):
+            r.addmm_(self._scaled(phi).T, a[rows.start * O : rows.stop * O], alpha=-1)
+        return a, r
+
+    def _gram(self) -> Tensor:
+        """G = I + K, filled block by block below the diagonal."""
+        O = self.features.outputs
+        n = self.features.count * O
+        G = torch.zeros(n, n, dtype=torch.float64, device=self.features.x.device)
+        slices = self.features.slices()
+        for rows in track(slices, "curvature", len(slices)):
+            P = self._scaled(self.features.block(rows))
+            for others in slices[: rows.start // self.features.chunk + 1]:
+                Q = self._scaled(self.features.block(others))
+                G[rows.start * O : rows.stop * O, others.start * O : others.stop * O] = P @ Q.T
+        G.diagonal().add_(1.0)
+        return G
+
+    def _scaled(self, phi: Tensor) -> Tensor:
+        """Phi' = phi / sqrt(l2) with rows (n O, D)."""
+        return phi.flatten(0, 1).double() * self.root
+
+    def _blame(self, row: int) -> str:
+        example = row // self.features.outputs
+        smallest = (1 / self.root**2).min().item()
+        return (
+            f"I + phi diag(1/l2) phi^T is singular in float64 at row {example} of X: the smallest l2, {smallest:.3g}, "
+            f"is too small for gradients of this size (or the row repeats earlier ones); raise l2"
+        )
+
+
+def _gram_blocks(columns: Tensor, outputs: int) -> Tensor:
+    """The O x O blocks of columns^T columns, (m, O, O), for columns (d, m O)."""
+    blocks = columns.view(len(columns), -1, outputs)
+    if outputs == 1:
+        return blocks.square().sum(0).unsqueeze(2)
+    return torch.einsum("dmo,dmp->mop", blocks, blocks)
+
+
+def _cholesky(H: Tensor, blame: Callable[[int], str]) -> Tensor:
+    """Lower factor of H; no jitter is ever added.
+
+    A pivot that keeps less than D eps of its diagonal entry is rounding noise: the factor would be one of chance.
+    """
+    L, info = torch.linalg.cholesky_ex(H)
+    if info.item() > 0:
+        raise NotPositiveDefiniteError(blame(int(info.item()) - 1))
+    kept = L.diagonal().square() / H.diagonal()
+    worst = int(kept.argmin())
+    if not kept[worst] > len(H) * torch.finfo(H.dtype).eps:
+        raise NotPositiveDefiniteError(blame(worst))
+    return L
+
+
+def _check_memory(size: int, device: torch.device) -> None:
+    """Refuse a factor that the machine cannot hold, before it starts to swap."""
+    needed = 2 * 8 * size**2  # the matrix and its factor
+    if device.type == "cuda":
+        held = torch.cuda.mem_get_info(device)[1]
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if needed > held:
+        raise MemoryError(
+            f"curvature='full' needs {needed / 1e9:.1f} GB for a {size} x {size} matrix and its factor, {device} has "
+            f"{held / 1e9:.1f} GB: use fewer rows, or leave fewer parameters with requires_grad"
+        )
