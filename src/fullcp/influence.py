@@ -1,0 +1,160 @@
+"""Scores and changepoints: the closed forms of `design.md` section 2, and nothing else.
+
+Notation, for N training points and m test points, one output:
+
+    e  (N,)     training residuals e_i
+    s  (N,)     slack 1 - h_i of the training leverages
+    h  (m,)     leverages of the test points
+    c  (m, N)   cross leverages
+    r           y - f, the candidate label relative to the prediction
+
+Adding (x, y) makes the residuals rho_i = e_i - c_i r / (1 + h) and rho_new = r / (1 + h). A score divides rho_i by
+u_i = 1, 1 - hbar_i or sqrt(1 - hbar_i), where 1 - hbar_i = s_i + c_i^2 / (1 + h), and rho_new by its like with
+1 - hbar_new = 1 / (1 + h). Multiplied through by (1 + h) u_i, training point i scores as high as the new one where
+
+    e_i (1 + h) - c_i r  >=  P_i r                (signed)
+    |e_i (1 + h) - c_i r|  >=  P_i |r|            (absolute)
+
+with the one quantity that knows the score,
+
+    P_i = 1                              standard
+    P_i = (1 + h) s_i + c_i^2            deleted
+    P_i = sqrt((1 + h) s_i + c_i^2)      studentized
+
+so that every changepoint is e_i (1 + h) / (P_i + c_i) or -e_i (1 + h) / (P_i - c_i). Where (1 + h) s_i + c_i^2 <= 0
+(approximate curvature only) the deleted and studentized scores do not exist, and the point counts for every label.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCORES = ("standard", "deleted", "studentized")
+RESIDUALS = ("absolute", "signed")
+INF = float("inf")
+
+
+def signed_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Where signed residuals tie: training point i counts up to r_i for the upper end, from r_i on for the lower.
+
+    Returns
+    -------
+    lower, upper : Tensor (m, N)
+        The same numbers r_i = e_i (1 + h) / (P_i + c_i), but for points with P_i + c_i <= 0 (or without a score),
+        which contribute the whole line: -inf in `lower`, inf in `upper`.
+    """
+    P, missing = _pivot(score, s, c, h)
+    d = P.add_(c)
+    r = e * (1 + h).unsqueeze(1) / d
+    whole = (d <= 0) if missing is None else (d <= 0) | missing
+    return _with_whole_lines(r, r, whole)
+
+
+def absolute_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """Where absolute residuals tie: the set of labels for which training point i counts, by its two ends.
+
+    Returns
+    -------
+    left, right : Tensor (m, N)
+        The set S_i = {r : score_i >= score_new} is [left, right] where left <= right. Where |c_i| > P_i it is the
+        union of two rays, (-inf, right] and [left, inf), and left > right says so. Every S_i contains r = 0.
+    """
+    P, missing = _pivot(score, s, c, h)
+    g = e * (1 + h).unsqueeze(1)  # (m, N)
+    t = torch.where(g < 0, -c, c)
+    size = g.abs_()
+    whole = (size == 0) & (t.abs() >= P)
+    if missing is not None:
+        whole |= missing
+    left = size / (t - P)  # -|g| / (P - t), but -inf and not nan-signed where P = t
+    left.masked_fill_(t == P, -INF)
+    right = size.div_(t.add_(P))
+    return _with_whole_lines(left, right, whole)
+
+
+def _pivot(score: str, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
+    """P (m, N), and a mask of the points whose score does not exist."""
+    if score == "standard":
+        return torch.ones_like(c), None
+    P = torch.addcmul(s * (1 + h).unsqueeze(1), c, c)  # (1 + h) (1 - hbar_i)
+    missing = P <= 0
+    if score == "studentized":
+        P = P.clamp_(min=0).sqrt_()
+    return P, missing if bool(missing.any()) else None
+
+
+def _with_whole_lines(lower: Tensor, upper: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    if not bool(whole.any()):
+        return lower, upper
+    return lower.masked_fill(whole, -INF), upper.masked_fill(whole, INF)
+
+
+def signed_changepoints_blocks(score: str, e: Tensor, S: Tensor, C: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for O outputs (paper, appendix on multi-output regression), signed residuals.
+
+    The residuals become rho_i = e_i - B_i r and rho_new = M r, M = (I + V)^-1, B_i = C_i M, each multiplied by
+    (I - Vbar)^-1 (deleted) or its symmetric root (studentized), I - Vbar_i = S_i + C_i M C_i^T, I - Vbar_new = M.
+    The changepoint is the vector r_i = (B_new + B_i)^-1 e_i in these terms. As in the paper it counts where
+    B_new + B_i is positive definite (its symmetric part is, B_i having no symmetry of its own); elsewhere the point
+    contributes the whole line to every output.
+
+    Parameters
+    ----------
+    e : Tensor (N, O)
+    S : Tensor (N, O, O)
+        Slack I - V_i.
+    C : Tensor (m, N, O, O)
+        Cross leverages.
+    V : Tensor (m, O, O)
+        Leverages of the test points.
+
+    Returns
+    -------
+    lower, upper : Tensor (m, N, O)
+    """
+    eye = torch.eye(e.shape[1], dtype=e.dtype, device=e.device)
+    M = torch.linalg.inv(eye + V).unsqueeze(1)  # (m, 1, O, O)
+    B = C @ M
+    a = e.expand(len(C), *e.shape)  # (m, N, O)
+    missing = None
+    if score == "standard":
+        B_new = M.expand_as(B)
+    else:
+        values, Q = torch.linalg.eigh(S + B @ C.mT)  # I - Vbar_i
+        missing = (values <= 0).any(-1)
+        power = -1.0 if score == "deleted" else -0.5
+        W = (Q * values.clamp(min=torch.finfo(e.dtype).tiny).pow(power).unsqueeze(-2)) @ Q.mT
+        B, a = W @ B, (W @ a.unsqueeze(-1)).squeeze(-1)
+        B_new = eye.expand_as(B) if score == "deleted" else _root(M).expand_as(B)
+    slope = B_new + B
+    whole = ~(torch.linalg.eigvalsh(slope + slope.mT)[..., 0] > 0)
+    if missing is not None:
+        whole |= missing
+    slope = torch.where(whole[..., None, None], eye, slope)
+    r = torch.linalg.solve(slope, a.unsqueeze(-1)).squeeze(-1)
+    return _with_whole_lines(r, r, whole.unsqueeze(-1))
+
+
+def _root(M: Tensor) -> Tensor:
+    """The symmetric square root of positive definite matrices."""
+    values, Q = torch.linalg.eigh(M)
+    return (Q * values.sqrt().unsqueeze(-2)) @ Q.mT
+
+
+def score_lines(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores themselves as functions of r: |A_i - B_i r| for training point i, b |r| for the new one.
+
+    Returns
+    -------
+    A, B : Tensor (m, N)
+        A_i = e_i / u_i and B_i = c_i / (u_i (1 + h)); nan where the score does not exist.
+    b : Tensor (m,)
+    """
+    lift = (1 + h).unsqueeze(1)
+    gap = s + c.square() / lift  # 1 - hbar_i
+    u = {"standard": torch.ones_like(gap), "deleted": gap, "studentized": gap.clamp(min=0).sqrt()}[score]
+    if score != "standard":
+        u = u.masked_fill(gap <= 0, float("nan"))
+    b = {"standard": 1 / (1 + h), "deleted": torch.ones_like(h), "studentized": (1 + h).rsqrt()}[score]
+    return e / u, c / (u * lift), b

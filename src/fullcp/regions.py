@@ -1,0 +1,211 @@
+"""From changepoints to intervals, sets and p-values: ranks, order statistics and the exact sweep.
+
+Ranks are exact integers: levels come as fractions. `need` is the number of training points that must score at least
+as high as the new one for its label to belong to the set: N + 1 - k, the same as floor(alpha (N + 1)).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil, floor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Interval = tuple[float, float]
+INF = float("inf")
+
+
+def absolute_rank(level: Fraction, count: int) -> int:
+    """K = ceil((1 - alpha)(N + 1)); N + 1 means that no finite end exists.
+
+    Examples
+    --------
+    >>> absolute_rank(Fraction(9, 10), 19), absolute_rank(Fraction(9, 10), 8)
+    (18, 9)
+    """
+    return ceil(level * (count + 1))
+
+
+def signed_ranks(level: Fraction, count: int) -> tuple[int, int]:
+    """k_lo = floor((N + 1) alpha / 2) and k_hi = ceil((N + 1)(1 - alpha / 2)); 0 and N + 1 are infinite."""
+    tail = (1 - level) / 2
+    return floor((count + 1) * tail), ceil((count + 1) * (1 - tail))
+
+
+def rows_needed(level: Fraction, residuals: str) -> int:
+    """The smallest N for which the ends of an interval can be finite."""
+    tail = 1 - level if residuals == "absolute" else (1 - level) / 2
+    return ceil(1 / tail) - 1
+
+
+def order_statistics(values: Tensor, ranks: list[int]) -> Tensor:
+    """The k-th smallest of each row, for several k at once; k = 0 is -inf and k = N + 1 is inf.
+
+    Parameters
+    ----------
+    values : Tensor (m, N)
+        Reordered in place on the CPU.
+    ranks : list of L ranks
+
+    Returns
+    -------
+    Tensor (m, L)
+    """
+    m, N = values.shape
+    inner = sorted({k for k in ranks if 1 <= k <= N})
+    found = {0: values.new_full((m,), -INF), N + 1: values.new_full((m,), INF)}
+    if inner:
+        if values.device.type == "cpu":
+            values.numpy().partition([k - 1 for k in inner], axis=1)
+            found.update({k: values[:, k - 1] for k in inner})
+        else:
+            found.update({k: values.kthvalue(k, dim=1).values for k in inner})
+    return torch.stack([found[k] for k in ranks], dim=1)
+
+
+def signed_intervals(lower: Tensor, upper: Tensor, levels: list[Fraction]) -> Tensor:
+    """Intervals of signed residuals from changepoints (m, N), relative to the prediction: (m, 2, L).
+
+    The changepoints are reordered in place.
+    """
+    ranks = [signed_ranks(level, lower.shape[1]) for level in levels]
+    if lower is upper:
+        both = order_statistics(lower, [lo for lo, _ in ranks] + [hi for _, hi in ranks])
+        return both.view(len(lower), 2, len(levels))
+    low = order_statistics(lower, [lo for lo, _ in ranks])
+    return torch.stack([low, order_statistics(upper, [hi for _, hi in ranks])], dim=1)
+
+
+def absolute_intervals(left: Tensor, right: Tensor, levels: list[Fraction]) -> Tensor:
+    """Convex hulls of the sets of absolute residuals from changepoints (m, N), relative to the prediction: (m, 2, L).
+
+    Where every point contributes an interval around 0, two order statistics are the answer; test points for which
+    some point contributes two rays (left > right) are swept. The changepoints are reordered in place.
+    """
+    N = left.shape[1]
+    ranks = [absolute_rank(level, N) for level in levels]
+    uneven = (left > right).any(1).nonzero()[:, 0].tolist()
+    swept = {i: sweep(left[i], right[i], [N + 1 - k for k in ranks]) for i in uneven}
+    low = order_statistics(left, [N + 1 - k for k in ranks])
+    hulls = torch.stack([low, order_statistics(right, ranks)], dim=1)
+    for i, sets in swept.items():
+        ends = [[pieces[0][0] for pieces in sets], [pieces[-1][1] for pieces in sets]]
+        hulls[i] = torch.tensor(ends, dtype=hulls.dtype, device=hulls.device)
+    return hulls
+
+
+def sweep(left: Tensor, right: Tensor, needs: list[int]) -> list[list[Interval]]:
+    """The exact set {r : at least `need` of the S_i contain r} for each need, as disjoint closed intervals in order.
+
+    Parameters
+    ----------
+    left, right : Tensor (N,)
+        S_i is [left, right] where left <= right, else (-inf, right] and [left, inf).
+    needs : list of int
+        0 gives the whole line. The sets are closed and hold r = 0, so none is empty.
+    """
+    lo, hi = left.cpu().numpy(), right.cpu().numpy()
+    rays = lo > hi
+    starts = np.sort(np.concatenate([np.where(rays, -INF, lo), lo[rays]]))
+    stops = np.sort(np.concatenate([hi, np.full(rays.sum(), INF)]))
+    points = np.unique(np.concatenate([starts, stops]))
+    points = points[np.isfinite(points)]
+    begun = np.searchsorted(starts, points, side="right")
+    # Counts alternate: before the first point, at it, between it and the next, ...
+    counts = np.empty(2 * len(points) + 1, dtype=np.int64)
+    counts[0] = np.searchsorted(starts, -INF, side="right")
+    counts[1::2] = begun - np.searchsorted(stops, points, side="left")
+    counts[2::2] = begun - np.searchsorted(stops, points, side="right")
+    return [_runs(counts >= need, points) for need in needs]
+
+
+def _runs(member: NDArray[np.bool_], points: NDArray[np.float64]) -> list[Interval]:
+    """Consecutive members as intervals; entry 2 j + 1 is point j, even entries are the gaps around."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], member, [False]]).astype(np.int8)))
+    ends = np.concatenate([[-INF], points, [INF]])
+    # A closed set's run begins and ends at a point, or at infinity where it begins or ends with the outer gap.
+    return [
+        (float(ends[(first + 1) // 2]), float(ends[last // 2 + 1]))
+        for first, last in zip(edges[::2], edges[1::2] - 1, strict=True)
+    ]
+
+
+def absolute_set(left: Tensor, right: Tensor, level: Fraction) -> list[Interval]:
+    """The exact set of one test point, absolute residuals (N,), relative to the prediction."""
+    return sweep(left, right, [len(left) + 1 - absolute_rank(level, len(left))])[0]
+
+
+def absolute_p_values(left: Tensor, right: Tensor, r: Tensor) -> Tensor:
+    """(1 + #{i : r in S_i}) / (N + 1) for candidates r (m,): the label belongs to the set where p > alpha."""
+    r = r.unsqueeze(1)
+    inside = torch.where(left <= right, (left <= r) & (r <= right), (r <= right) | (r >= left))
+    return (1 + inside.sum(1)).double() / (left.shape[1] + 1)
+
+
+def signed_p_values(lower: Tensor, upper: Tensor, r: Tensor) -> Tensor:
+    """2 (1 + min(#{r_i <= r}, #{r_i >= r})) / (N + 1), at most 1, for candidates r (m,)."""
+    r = r.unsqueeze(1)
+    fewer = torch.minimum((lower <= r).sum(1), (upper >= r).sum(1))
+    return (2 * (1 + fewer).double() / (lower.shape[1] + 1)).clamp(max=1.0)
+
+
+def bonferroni(level: Fraction, outputs: int) -> Fraction:
+    """The level each of O outputs needs so that all hold at once with the given level: 1 - alpha / O."""
+    return 1 - (1 - level) / outputs
+
+
+def split_half_widths(e: Tensor, normaliser: Tensor, at: Tensor, levels: list[Fraction]) -> Tensor:
+    """Half-widths of split conformal intervals: the k-th smallest of |e_i| / n_i, times the test point's normaliser.
+
+    The division is done last, |e_(k)| (n / n_(k)), so that equal normalisers give plain split-CP to the last bit.
+
+    Parameters
+    ----------
+    e, normaliser : Tensor (N,)
+        Calibration residuals and their normalisers.
+    at : Tensor (m,)
+        Normalisers of the test points.
+
+    Returns
+    -------
+    Tensor (m, L)
+    """
+    size = e.abs()
+    order = size.argsort(stable=True)  # ties in the quotient are settled by |e|
+    order = order[(size / normaliser)[order].argsort(stable=True)]
+    return _scaled_order_statistics(
+        size[order], normaliser[order], at, [absolute_rank(level, len(e)) for level in levels]
+    )
+
+
+def split_signed_intervals(e: Tensor, normaliser: Tensor, at: Tensor, levels: list[Fraction]) -> Tensor:
+    """Ends of split conformal intervals from signed residuals, relative to the prediction: (m, 2, L)."""
+    order = e.argsort(stable=True)
+    order = order[(e / normaliser)[order].argsort(stable=True)]
+    ranks = [signed_ranks(level, len(e)) for level in levels]
+    low = _scaled_order_statistics(e[order], normaliser[order], at, [lo for lo, _ in ranks])
+    return torch.stack([low, _scaled_order_statistics(e[order], normaliser[order], at, [hi for _, hi in ranks])], dim=1)
+
+
+def _scaled_order_statistics(values: Tensor, normaliser: Tensor, at: Tensor, ranks: list[int]) -> Tensor:
+    """values_(k) (at / normaliser_(k)) for sorted values, k = 0 and N + 1 infinite: (m, L)."""
+    N = len(values)
+    columns = [
+        at.new_full(at.shape, -INF if k < 1 else INF) if k < 1 or k > N else values[k - 1] * (at / normaliser[k - 1])
+        for k in ranks
+    ]
+    return torch.stack(columns, dim=1)
+
+
+def split_p_values(e: Tensor, normaliser: Tensor, r: Tensor, at: Tensor, residuals: str) -> Tensor:
+    """p-values of candidates r (m,) with normalisers `at` (m,): the split like of the functions above."""
+    N = len(e)
+    new, old = r / at, (e / normaliser).sort().values
+    if residuals == "absolute":
+        old = old.abs().sort().values
+        return (1 + N - torch.searchsorted(old, new.abs())).double() / (N + 1)
+    fewer = torch.minimum(torch.searchsorted(old, new, right=True), N - torch.searchsorted(old, new))
+    return (2 * (1 + fewer).double() / (N + 1)).clamp(max=1.0)
