@@ -1,0 +1,21 @@
+"""The public classes, one file a method."""
+
+from fullcp.predictors.base import InfiniteIntervalWarning, NotFittedError, Predictor
+from fullcp.predictors.full import FullConformalRegressor
+from fullcp.predictors.laplace import LaplaceRegressor
+from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
+from fullcp.predictors.refined_split import RefinedSplitConformalRegressor
+from fullcp.predictors.result import PredictionIntervals
+from fullcp.predictors.split import SplitConformalRegressor
+
+__all__ = [
+    "FullConformalRegressor",
+    "InfiniteIntervalWarning",
+    "LaplaceRegressor",
+    "NormalizedSplitConformalRegressor",
+    "NotFittedError",
+    "PredictionIntervals",
+    "Predictor",
+    "RefinedSplitConformalRegressor",
+    "SplitConformalRegressor",
+]

@@ -1,0 +1,346 @@
+"""What all predictors share: parameters, reading data, batches, joint levels, saving."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from fullcp.features import Network
+from fullcp.inputs import (
+    ModelTraits,
+    Rows,
+    check_choice,
+    check_outputs,
+    check_row_shape,
+    model_traits,
+    read_inputs,
+    read_label,
+    read_levels,
+    read_rows,
+    read_single_level,
+)
+from fullcp.memory import DEFAULT_MEMORY, parse_memory
+from fullcp.predictors.result import PredictionIntervals
+from fullcp.predictors.storage import Fingerprint, read_file, write_file
+from fullcp.progress import track
+from fullcp.regions import Interval, bonferroni
+
+JOINT = (None, "bonferroni")
+
+
+class NotFittedError(ValueError, AttributeError):
+    """A prediction was asked for before the data it rests on were given."""
+
+
+class InfiniteIntervalWarning(UserWarning):
+    """There are too few rows for a finite interval at the level asked for."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some test points: predictions f (m, O) in float64 and, where the method needs them, gradients phi (m, O, D)."""
+
+    f: Tensor
+    phi: Tensor | None
+
+
+class Predictor(ABC):
+    """Intervals around the predictions of a trained network.
+
+    Subclasses store their arguments in `__init__` and check them when they are given data. What they learn is kept
+    in attributes that end in an underscore.
+    """
+
+    model: nn.Module
+    memory: str | int
+    network_: Network
+    n_rows_: int
+    _trainable: ClassVar[bool] = True  # whether the method needs parameters to linearise in
+    _first_step: ClassVar[str] = "conformalize"  # the call that must come before predictions
+
+    # Parameters, as scikit-learn reads and clones them
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments of the constructor, as they are stored."""
+        names = [name for name in inspect.signature(type(self)).parameters if name != "self"]
+        return {name: getattr(self, name) for name in names}
+
+    def set_params(self, **params: Any) -> Self:
+        """Change arguments of the constructor; what was learned stays until new data are given."""
+        known = self.get_params()
+        for name, value in params.items():
+            if name not in known:
+                raise ValueError(f"{name!r} is no parameter of {type(self).__name__}: it has {', '.join(known)}")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        shown = {
+            "model": type(self.model).__name__,
+            **{k: repr(v) for k, v in self.get_params().items() if k != "model"},
+        }
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in shown.items())})"
+
+    # Predictions
+
+    def predict(self, X: object) -> Any:
+        """Point predictions, (n,) or (n, O)."""
+        rows = self._read_inputs(X)
+        f = torch.cat([batch.f for _, batch in self._batches(rows.x)])
+        return rows.origin.restore(f[:, 0] if f.shape[1] == 1 else f)
+
+    def predict_interval(
+        self, X: object, confidence_level: object = 0.9, *, joint: str | None = None
+    ) -> PredictionIntervals:
+        """Point predictions and intervals.
+
+        Parameters
+        ----------
+        X : array, tensor, frame or DataLoader (n, ...)
+        confidence_level : float or sequence of L floats in (0, 1)
+        joint : None or "bonferroni"
+            With several outputs: None gives each output its own interval at the level, "bonferroni" makes the
+            intervals of a row hold together at the level.
+
+        Returns
+        -------
+        PredictionIntervals
+            A pair (prediction, intervals) of shapes (n,) and (n, 2, L), with O outputs (n, O) and (n, 2, L, O).
+        """
+        levels = read_levels(confidence_level)
+        rows = self._read_inputs(X)
+        levels = self._joint_levels(levels, joint)
+        self._warn_if_infinite(levels)
+        done = [(batch.f, batch.f[:, None, None] + self._offsets(batch, levels)) for _, batch in self._batches(rows.x)]
+        f, intervals = (torch.cat(parts) for parts in zip(*done, strict=True))
+        if f.shape[1] == 1:
+            f, intervals = f[:, 0], intervals[..., 0]
+        return PredictionIntervals(rows.origin.restore(f), rows.origin.restore(intervals))
+
+    def predict_set(self, X: object, confidence_level: object = 0.9, *, joint: str | None = None) -> list[Any]:
+        """The exact prediction set of each row, as disjoint closed intervals in order.
+
+        Parameters
+        ----------
+        X : array, tensor, frame or DataLoader (n, ...)
+        confidence_level : float
+        joint : None or "bonferroni"
+            As in `predict_interval`.
+
+        Returns
+        -------
+        list
+            For each row a list of (lower, upper) pairs; with several outputs a list of such lists, one an output.
+            `predict_interval` gives the convex hull.
+        """
+        levels = [read_single_level(confidence_level)]
+        rows = self._read_inputs(X)
+        levels = self._joint_levels(levels, joint)
+        self._warn_if_infinite(levels)
+        sets: list[Any] = []
+        for _, batch in self._batches(rows.x):
+            for f, outputs in zip(batch.f.tolist(), self._sets(batch, levels[0]), strict=True):
+                moved = [[(c + low, c + high) for low, high in pieces] for c, pieces in zip(f, outputs, strict=True)]
+                sets.append(moved[0] if len(moved) == 1 else moved)
+        return sets
+
+    def p_value(self, X: object, y: object, *, joint: str | None = None) -> Any:
+        """The p-value of each label: it lies in the set of level 1 - alpha exactly where the p-value exceeds alpha.
+
+        Parameters
+        ----------
+        X : array, tensor, frame or DataLoader (n, ...)
+        y : labels (n,) or (n, O), or one number for all
+        joint : None or "bonferroni"
+            None gives each output its own p-value, (n,) or (n, O); "bonferroni" one a row for all outputs, (n,).
+        """
+        rows = self._read_inputs(X)
+        outputs = self.network_.outputs
+        labels = read_label(y, len(rows.x), outputs, self._traits())
+        self._check_joint(joint)
+        parts = [self._p_values(batch, labels[where] - batch.f) for where, batch in self._batches(rows.x)]
+        p = torch.cat(parts)
+        if joint == "bonferroni":
+            p = (outputs * p.amin(1, keepdim=True)).clamp(max=1.0)
+        return rows.origin.restore(p[:, 0] if p.shape[1] == 1 else p)
+
+    # Saving
+
+    def save(self, path: str | Path) -> None:
+        """Write everything but the model to one safetensors file; the settings stand as JSON in its header.
+
+        Methods that need the training rows again (full conformal prediction) put the inputs into the file.
+        """
+        self._check_fitted()
+        state, facts = self._state()
+        params = {name: value for name, value in self.get_params().items() if name != "model"}
+        for name, value in params.items():
+            if value is not None and not isinstance(value, (str, int, float, bool)):
+                state[f"param.{name}"] = torch.as_tensor(value)
+                params[name] = None
+        header = {
+            "class": type(self).__name__,
+            "params": params,
+            "facts": facts,
+            "rows": self.n_rows_,
+            "row_shape": list(self.row_shape_),
+            "model": self._fingerprint.digest(),
+        }
+        write_file(path, {**state, "probe": self.network_.probe}, header)
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> Self:
+        """Read what `save` wrote; `model` must be the network it was made with, on any device."""
+        traits = model_traits(model, trainable=cls._trainable)
+        header, state = read_file(path, traits.device)
+        if header["class"] != cls.__name__:
+            raise ValueError(f"path holds a {header['class']}, not a {cls.__name__}: {path}")
+        params = header["params"]
+        for key in [key for key in state if key.startswith("param.")]:
+            params[key.removeprefix("param.")] = state.pop(key)
+        loaded = cls(model, **params)  # type: ignore[call-arg]
+        fingerprint = Fingerprint(model)
+        if fingerprint.digest() != header["model"]:
+            raise ValueError("model is not the one that was saved: its weights or buffers differ")
+        loaded._fingerprint = fingerprint
+        loaded.n_rows_ = header["rows"]
+        loaded.row_shape_ = tuple(header["row_shape"])
+        loaded._restore(state.pop("probe"), state, header["facts"])
+        return loaded
+
+    # What a method must say
+
+    @abstractmethod
+    def _offsets(self, batch: Batch, levels: list[Fraction]) -> Tensor:
+        """Ends of the intervals relative to the predictions, (m, 2, L, O)."""
+
+    def _sets(self, batch: Batch, level: Fraction) -> list[list[list[Interval]]]:
+        """The sets relative to the predictions; one interval each unless a method knows better."""
+        ends = self._offsets(batch, [level])[:, :, 0]  # (m, 2, O)
+        return [[[(low, high)] for low, high in zip(*point, strict=True)] for point in ends.tolist()]
+
+    @abstractmethod
+    def _p_values(self, batch: Batch, r: Tensor) -> Tensor:
+        """p-values of the labels f + r, (m, O)."""
+
+    @abstractmethod
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and JSON facts from which `_restore` brings everything back."""
+
+    @abstractmethod
+    def _restore(self, probe: Tensor, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Take up what `_state` gave; `probe` are the rows that the network was probed with."""
+
+    def _needs_gradients(self) -> bool:
+        return True
+
+    def _points_at_once(self) -> int:
+        """How many test points one batch may hold."""
+        return self.network_.rows_per_chunk(self._budget() // 8)
+
+    def _center(self, f: Tensor, phi: Tensor | None) -> Tensor:
+        """The point prediction, from the network's output f (m, O) in float64."""
+        return f
+
+    def _rows_needed(self, level: Fraction) -> int:
+        """How many rows a finite interval needs; methods without ranks need none."""
+        return 0
+
+    # Helpers
+
+    def _traits(self) -> ModelTraits:
+        return model_traits(self.model, trainable=self._trainable)
+
+    def _budget(self) -> int:
+        return parse_memory(self.memory)
+
+    def _read_data(self, X: object, y: object, *, least: int = 2) -> Rows:
+        """Check the data of a fit; a single row carries no spread."""
+        self._budget()
+        rows = read_rows(X, y, self._traits())
+        if len(rows.x) < least:
+            raise ValueError(f"X has {len(rows.x)} row, at least {least} are needed")
+        return rows
+
+    def _read_inputs(self, X: object) -> Rows:
+        self._check_fitted()
+        rows = read_inputs(X, self._traits())
+        check_row_shape(rows.x, self.row_shape_)
+        return rows
+
+    def _check_targets(self, network: Network, rows: Rows) -> Tensor:
+        assert rows.y is not None
+        check_outputs(network.outputs, rows.y)
+        return rows.y
+
+    def _keep(self, network: Network, rows: Rows) -> None:
+        """Remember what predictions rest on; called last, so that a failed fit leaves no half of one."""
+        self.network_ = network
+        self.n_rows_ = len(rows.x)
+        self.row_shape_: tuple[int, ...] = tuple(rows.x.shape[1:])
+        self._fingerprint = Fingerprint(self.model)
+
+    def _is_fitted(self) -> bool:
+        return hasattr(self, "network_")
+
+    def _check_fitted(self) -> None:
+        if not self._is_fitted():
+            raise NotFittedError(f"{type(self).__name__}: call {self._first_step}(X, y) first")
+        if not self._fingerprint.matches(self.model):
+            raise NotFittedError(
+                f"{type(self).__name__}: the model has changed since {self._first_step}; call it again on the new model"
+            )
+
+    def _warn_if_infinite(self, levels: list[Fraction]) -> None:
+        """Warn for the highest level whose intervals are infinite for want of rows."""
+        short = [level for level in levels if self.n_rows_ < self._rows_needed(level)]
+        if short:
+            warnings.warn(
+                f"confidence_level {float(max(short)):.6g} needs at least {self._rows_needed(max(short))} rows to "
+                f"conformalize on, there are {self.n_rows_}: its intervals are infinite",
+                InfiniteIntervalWarning,
+                stacklevel=3,
+            )
+
+    def _check_joint(self, joint: object) -> None:
+        if joint is not None:
+            check_choice("joint", joint, [choice for choice in JOINT if choice])
+
+    def _joint_levels(self, levels: list[Fraction], joint: str | None) -> list[Fraction]:
+        self._check_joint(joint)
+        return [bonferroni(level, self.network_.outputs) for level in levels] if joint else levels
+
+    def _batches(self, x: Tensor) -> Iterator[tuple[slice, Batch]]:
+        size = self._points_at_once()
+        starts = range(0, len(x), size)
+        for start in track(starts, "predicting", len(starts)):
+            where = slice(start, min(start + size, len(x)))
+            if self._needs_gradients():
+                f, phi = self.network_(x[where])  # type: ignore[operator]
+            else:
+                f, phi = self.network_.predict(x[where]), None
+            if not torch.isfinite(f).all():
+                raise ValueError(
+                    f"model predicts NaN or infinite values in rows {where.start} to {where.stop - 1} of X"
+                )
+            yield where, Batch(self._center(f.double(), phi), phi)
+
+
+__all__ = [
+    "DEFAULT_MEMORY",
+    "Batch",
+    "InfiniteIntervalWarning",
+    "NotFittedError",
+    "PredictionIntervals",
+    "Predictor",
+]

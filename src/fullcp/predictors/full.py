@@ -1,0 +1,213 @@
+"""ACP-GN: full conformal prediction with Gauss-Newton influence."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, restore_full
+from fullcp.engine import Engine
+from fullcp.features import FeatureRows, Jacobian
+from fullcp.influence import RESIDUALS, SCORES
+from fullcp.inputs import check_choice
+from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
+from fullcp.refinement import linear_change, refine
+from fullcp.regions import Interval, rows_needed
+
+# Absolute residuals give the smaller sets with few rows: signed ones cost a rank at each end.
+_MOST_ROWS_FOR_ABSOLUTE = 5000
+
+
+class FullConformalRegressor(Predictor):
+    """Full conformal prediction intervals for a trained network, without retraining (ACP-GN).
+
+    A Gauss-Newton influence step tells what training on the test point with any label would do to every residual;
+    the prediction set follows in closed form. All the training data serve both the network and the intervals.
+    Coverage is not guaranteed (the retraining is approximated), but in practice close to the level; where it must
+    hold, see `RefinedSplitConformalRegressor`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
+    curvature : "auto" or "full"
+        The structure of the Gauss-Newton matrix; "auto" is "full", in the primal or dual form that is cheaper.
+    score : "studentized", "standard" or "deleted"
+    residuals : "auto", "absolute" or "signed"
+        "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
+    l2 : float, or array of one value a parameter tensor or one a parameter
+        The ridge penalty in sum scale. For a network trained with the mean of (y - f)^2 and weight decay w on N rows
+        it is N w / 2; with the mean of (y - f)^2 / 2 it is N w.
+    refine : bool
+        Move predictions and residuals to the ridge solution of the linearised network. Worth it for a network that
+        was not trained to a minimum.
+    memory : str or int
+        Working memory, such as "2GB". The factor of the curvature comes on top.
+
+    Attributes
+    ----------
+    curvature_ : the fitted curvature; its `name` says which form was taken.
+    residuals_ : "absolute" or "signed", what "auto" came to.
+    n_rows_ : number of training rows.
+
+    Examples
+    --------
+    >>> import torch, fullcp
+    >>> _ = torch.manual_seed(0)
+    >>> X = torch.randn(100, 3)
+    >>> y = X.sum(1) + 0.1 * torch.randn(100)
+    >>> net = torch.nn.Linear(3, 1)
+    >>> with torch.no_grad():
+    ...     _ = net.weight.fill_(1.0), net.bias.zero_()
+    >>> cp = fullcp.FullConformalRegressor(net).conformalize(X, y)
+    >>> y_pred, intervals = cp.predict_interval(X[:5], confidence_level=[0.9, 0.95])
+    >>> y_pred.shape, intervals.shape
+    (torch.Size([5]), torch.Size([5, 2, 2]))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        curvature: str = "auto",
+        score: str = "studentized",
+        residuals: str = "auto",
+        l2: Any = 1.0,
+        *,
+        refine: bool = False,
+        memory: str | int = DEFAULT_MEMORY,
+    ):
+        self.model = model
+        self.curvature = curvature
+        self.score = score
+        self.residuals = residuals
+        self.l2 = l2
+        self.refine = refine
+        self.memory = memory
+
+    def conformalize(self, X: object, y: object = None) -> Self:
+        """Compute curvature, leverages and residuals on the rows the network was trained on.
+
+        Parameters
+        ----------
+        X : array, tensor or frame (N, ...), or a DataLoader of (inputs, targets)
+        y : (N,) or (N, O); left out with a DataLoader
+        """
+        self._check_choices()
+        rows = self._read_data(X, y)
+        jacobian = Jacobian(self.model, rows.x)
+        y_checked = self._check_targets(jacobian, rows)
+        residuals = self._resolve_residuals(len(rows.x), jacobian.outputs)
+        features = FeatureRows(jacobian, rows.x, memory=self._budget())
+        curvature = fit_curvature(features, self.curvature, self.l2)
+        e = y_checked - features.predictions
+        step = None
+        if self._is_refined():
+            step, e = refine(curvature, features, e, self.l2)
+        self._assemble(curvature, features, e, curvature.slack(), step, residuals)
+        self._keep(jacobian, rows)
+        return self
+
+    @property
+    def leverages_(self) -> Any:
+        """Training leverages h_i (N,), or V_i (N, O, O) with several outputs, as NumPy."""
+        self._check_fitted()
+        slack = self._engine.slack
+        V = torch.eye(slack.shape[1], dtype=slack.dtype, device=slack.device) - slack
+        return (V[:, 0, 0] if V.shape[1] == 1 else V).cpu().numpy()
+
+    def score_lines(self, X: object) -> tuple[Any, Any, Any]:
+        """The scores as functions of the candidate label, for one output.
+
+        With r = y - predict(X): training point i scores |A_i - B_i r|, the new point b |r|.
+
+        Returns
+        -------
+        A, B, b : (n, N), (n, N) and (n,)
+        """
+        rows = self._read_inputs(X)
+        if self.network_.outputs > 1:
+            raise ValueError("score_lines needs a model with one output: with several, scores are vectors")
+        parts = [self._engine.score_lines(_phi(batch)) for _, batch in self._batches(rows.x)]
+        A, B, b = (rows.origin.restore(torch.cat(tensors)) for tensors in zip(*parts, strict=True))
+        return A, B, b
+
+    def _check_choices(self) -> None:
+        check_choice("curvature", self.curvature, STRUCTURES)
+        check_choice("score", self.score, SCORES)
+        check_choice("residuals", self.residuals, ("auto", *RESIDUALS))
+
+    def _is_refined(self) -> bool:
+        return self.refine
+
+    def _resolve_residuals(self, count: int, outputs: int) -> str:
+        if outputs > 1:
+            if self.residuals == "absolute":
+                raise ValueError(
+                    f"residuals='absolute' needs one output, the model has {outputs}: the curvature couples them, so "
+                    "that an output's set depends on the other labels; use 'signed'"
+                )
+            return "signed"
+        if self.residuals == "auto":
+            return "absolute" if count <= _MOST_ROWS_FOR_ABSOLUTE else "signed"
+        return self.residuals
+
+    def _assemble(
+        self,
+        curvature: Curvature,
+        features: FeatureRows,
+        e: Tensor,
+        slack: Tensor,
+        step: Tensor | None,
+        residuals: str,
+    ) -> None:
+        self.curvature_ = curvature
+        self.residuals_ = residuals
+        self._features, self._step = features, step
+        self._engine = Engine(
+            curvature, features, e, slack, score=self.score, residuals=residuals, memory=self._budget()
+        )
+
+    def _points_at_once(self) -> int:
+        return self._engine.points
+
+    def _center(self, f: Tensor, phi: Tensor | None) -> Tensor:
+        return f if self._step is None or phi is None else f + linear_change(phi, self._step)
+
+    def _offsets(self, batch: Batch, levels: list[Fraction]) -> Tensor:
+        return self._engine.intervals(_phi(batch), levels)
+
+    def _sets(self, batch: Batch, level: Fraction) -> list[list[list[Interval]]]:
+        return self._engine.sets(_phi(batch), level)
+
+    def _p_values(self, batch: Batch, r: Tensor) -> Tensor:
+        return self._engine.p_values(_phi(batch), r)
+
+    def _rows_needed(self, level: Fraction) -> int:
+        return rows_needed(level, self.residuals_)
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        state = {
+            "x": self._features.x,
+            "e": self._engine.e,
+            "slack": self._engine.slack,
+            **self.curvature_.state(),
+        }
+        if self._step is not None:
+            state["step"] = self._step
+        return state, {"residuals": self.residuals_}
+
+    def _restore(self, probe: Tensor, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        jacobian = Jacobian(self.model, probe)
+        features = FeatureRows(jacobian, state["x"], memory=self._budget())
+        curvature = restore_full(features, self.l2, state)
+        self._assemble(curvature, features, state["e"], state["slack"], state.get("step"), facts["residuals"])
+        self.network_ = jacobian
+
+
+def _phi(batch: Batch) -> Tensor:
+    assert batch.phi is not None
+    return batch.phi

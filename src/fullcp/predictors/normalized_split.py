@@ -1,0 +1,132 @@
+"""SCP-GN: split conformal prediction normalised by the Gauss-Newton leverage."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from fullcp.curvature import STRUCTURES
+from fullcp.features import Network
+from fullcp.influence import RESIDUALS
+from fullcp.inputs import check_choice, check_outputs, check_row_shape
+from fullcp.predictors.base import DEFAULT_MEMORY, Batch, NotFittedError
+from fullcp.predictors.posterior import Posterior
+from fullcp.predictors.split import SplitConformalRegressor
+
+
+class NormalizedSplitConformalRegressor(SplitConformalRegressor):
+    """Split conformal prediction with widths that follow the network's own uncertainty (SCP-GN).
+
+    Scores are |y - f| / sqrt(1 + h(x)): the leverage h, from the curvature of the training rows, is large where the
+    training data say little. Coverage is guaranteed as for any split method: the calibration rows must have had no
+    part in training or tuning.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
+    curvature : "auto" or "full"
+    l2 : float, or array of one value a parameter tensor or one a parameter
+        The ridge penalty in sum scale, see `FullConformalRegressor`.
+    residuals : "absolute" or "signed"
+    memory : str or int
+        Working memory, such as "2GB".
+
+    Attributes
+    ----------
+    curvature_ : the curvature of the training rows.
+    n_rows_ : number of calibration rows.
+
+    Examples
+    --------
+    >>> import torch, fullcp
+    >>> _ = torch.manual_seed(0)
+    >>> X, y = torch.randn(100, 3), torch.randn(100)
+    >>> cp = fullcp.NormalizedSplitConformalRegressor(torch.nn.Linear(3, 1))
+    >>> cp = cp.fit(X[:50], y[:50]).conformalize(X[50:], y[50:])
+    >>> cp.predict_interval(X[:2]).intervals.shape
+    torch.Size([2, 2, 1])
+    """
+
+    _trainable: ClassVar[bool] = True
+    _first_step: ClassVar[str] = "fit(X_train, y_train).conformalize"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        curvature: str = "auto",
+        l2: Any = 1.0,
+        residuals: str = "absolute",
+        *,
+        memory: str | int = DEFAULT_MEMORY,
+    ):
+        self.model = model
+        self.curvature = curvature
+        self.l2 = l2
+        self.residuals = residuals
+        self.memory = memory
+
+    def fit(self, X: object, y: object = None) -> Self:
+        """Compute the curvature on the rows the network was trained on.
+
+        Parameters
+        ----------
+        X : array, tensor or frame (N, ...), or a DataLoader of (inputs, targets)
+        y : (N,) or (N, O); left out with a DataLoader. Only its shape is looked at.
+        """
+        check_choice("curvature", self.curvature, STRUCTURES)
+        check_choice("residuals", self.residuals, RESIDUALS)
+        rows = self._read_data(X, y)
+        posterior = Posterior.fit(self.model, rows.x, self.curvature, self.l2, self._budget())
+        self._check_targets(posterior.jacobian, rows)
+        if hasattr(self, "network_"):
+            del self.network_  # calibration on another curvature holds no longer
+        self._posterior = posterior
+        self._fit_row_shape = tuple(rows.x.shape[1:])
+        self.curvature_ = posterior.curvature
+        return self
+
+    def conformalize(self, X: object, y: object = None) -> Self:
+        """Compute normalised residuals on calibration rows.
+
+        Parameters
+        ----------
+        X : array, tensor or frame (N, ...), or a DataLoader of (inputs, targets)
+            Rows that the network has not seen.
+        y : (N,) or (N, O); left out with a DataLoader
+        """
+        check_choice("residuals", self.residuals, RESIDUALS)
+        if not hasattr(self, "_posterior"):
+            raise NotFittedError(f"{type(self).__name__}: call fit(X_train, y_train) before conformalize")
+        if not self._posterior.fingerprint.matches(self.model):
+            raise NotFittedError(f"{type(self).__name__}: the model has changed since fit; call fit again")
+        rows = self._read_data(X, y)
+        check_row_shape(rows.x, self._fit_row_shape)
+        assert rows.y is not None
+        check_outputs(self._posterior.jacobian.outputs, rows.y)
+        self._calibrate(self._posterior.jacobian, rows)
+        return self
+
+    def _evaluate(self, network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
+        f, phi = self._posterior.jacobian(x)
+        return f.double(), self._posterior.spread(phi)
+
+    def _needs_gradients(self) -> bool:
+        return True
+
+    def _normaliser_at(self, batch: Batch) -> Tensor:
+        assert batch.phi is not None
+        return self._posterior.spread(batch.phi)
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = super()._state()
+        return {**tensors, **self._posterior.state()}, facts
+
+    def _restore(self, probe: Tensor, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        super()._restore(probe, state, facts)
+        self._posterior = Posterior.restore(self.model, probe, self.l2, self._budget(), state)
+        self._fit_row_shape = self.row_shape_
+        self.curvature_ = self._posterior.curvature
+        self.network_ = self._posterior.jacobian

@@ -1,0 +1,50 @@
+"""The predictive spread sqrt(1 + h) of a network about its training rows, shared by SCP-GN and LA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fullcp.curvature import Curvature, fit_curvature, restore_full
+from fullcp.features import FeatureRows, Jacobian
+from fullcp.predictors.storage import Fingerprint
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Curvature over training rows, asked only for leverages of new points."""
+
+    jacobian: Jacobian
+    features: FeatureRows
+    curvature: Curvature
+    fingerprint: Fingerprint
+
+    @classmethod
+    def fit(cls, model: nn.Module, x: Tensor, curvature: str, l2: object, memory: int) -> Posterior:
+        """Fit the curvature to training rows x (N, ...)."""
+        jacobian = Jacobian(model, x)
+        features = FeatureRows(jacobian, x, memory=memory)
+        return cls(jacobian, features, fit_curvature(features, curvature, l2, cross=False), Fingerprint(model))
+
+    def covariance(self, phi: Tensor) -> Tensor:
+        """I + V of test points phi (m, O, D), (m, O, O): the predictive covariance in units of the noise."""
+        V = self.curvature.leverage(phi)
+        return V + torch.eye(V.shape[1], dtype=V.dtype, device=V.device)
+
+    def spread(self, phi: Tensor) -> Tensor:
+        """sqrt(1 + V_oo), (m, O)."""
+        return (1 + self.curvature.leverage(phi).diagonal(dim1=1, dim2=2)).sqrt()
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors for `restore`; the training rows only where the leverages need them."""
+        rows = {} if self.curvature.stands_alone else {"x": self.features.x}
+        return {**rows, **self.curvature.state()}
+
+    @classmethod
+    def restore(cls, model: nn.Module, probe: Tensor, l2: object, memory: int, state: dict[str, Tensor]) -> Posterior:
+        """Bring back what `state` gave."""
+        jacobian = Jacobian(model, probe)
+        features = FeatureRows(jacobian, state.get("x", probe), memory=memory)
+        return cls(jacobian, features, restore_full(features, l2, state), Fingerprint(model))
