@@ -69,6 +69,8 @@ def model_traits(model: object, *, trainable: bool = True) -> ModelTraits:
     for name, parameter in learned.items():
         if not parameter.is_floating_point():
             raise TypeError(f"model parameter {name!r} must be real floating point, got {parameter.dtype}")
+        if parameter.is_inference():
+            raise ValueError(f"model parameter {name!r} was made under torch.inference_mode: it has no gradients")
         if not torch.isfinite(parameter).all():
             raise ValueError(f"model parameter {name!r} contains NaN or infinite values")
     floating = [t for t in (*learned.values(), *tensors.values()) if t.is_floating_point()]

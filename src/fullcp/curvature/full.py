@@ -227,7 +227,7 @@ def _cholesky(H: Tensor, blame: Callable[[int], str]) -> Tensor:
     worst = int(kept.argmin())
     if not kept[worst] > len(H) * torch.finfo(H.dtype).eps:
         raise NotPositiveDefiniteError(blame(worst))
-    return L
+    return L.contiguous()  # one layout before and after saving: the same bits
 
 
 def _check_memory(size: int, device: torch.device) -> None:

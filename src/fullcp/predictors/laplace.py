@@ -126,7 +126,7 @@ class LaplaceRegressor(Predictor):
         return torch.stack([-half, half], dim=1)
 
     def _p_values(self, batch: Batch, r: Tensor) -> Tensor:
-        return 2 * torch.special.ndtr(-(r / self._deviation(batch)).abs())
+        return torch.special.erfc((r / self._deviation(batch)).abs() / 2**0.5)
 
     def _read_noise(self) -> float | None:
         if self.noise is None:

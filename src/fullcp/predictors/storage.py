@@ -42,7 +42,7 @@ def read_file(path: str | Path, device: torch.device) -> tuple[dict[str, Any], d
     try:
         with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError as error:
         raise ValueError(f"path is no fullcp file: {path} ({error})") from error
     if _KEY not in metadata:
