@@ -5,8 +5,6 @@
 True
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
 from fullcp.curvature import NotPositiveDefiniteError
 from fullcp.predictors import (
     FullConformalRegressor,
@@ -18,11 +16,7 @@ from fullcp.predictors import (
     RefinedSplitConformalRegressor,
     SplitConformalRegressor,
 )
-
-try:
-    __version__ = version("fullcp")
-except PackageNotFoundError:  # a source tree on PYTHONPATH
-    __version__ = "0.1.0+source"
+from fullcp.version import __version__
 
 __all__ = [
     "FullConformalRegressor",

@@ -1,0 +1,5 @@
+"""`python -m fullcp`."""
+
+from fullcp.cli import main
+
+main()

@@ -1,0 +1,88 @@
+"""Pictures. Each function draws on matplotlib axes that it is given; nothing here computes a result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, PINK, GREY, GREEN = "#2b6cb0", "#dd8452", "#d6336c", "#8a8f98", "#2f9e44"
+
+
+def intervals_over_inputs(axes: Axes, x: Any, result: Any, *, color: str, label: str, filled: bool = False) -> None:
+    """An interval for each of the ordered inputs x (n,), from a result of `predict_interval` with one level."""
+    lower, upper = np.asarray(result.lower)[:, 0], np.asarray(result.upper)[:, 0]
+    if filled:
+        axes.fill_between(x, lower, upper, color=color, alpha=0.22, linewidth=0, label=label)
+    else:
+        axes.plot(x, lower, color=color, linewidth=1.5, label=label)
+        axes.plot(x, upper, color=color, linewidth=1.5)
+
+
+def score_lines(axes: Axes, labels: Any, training: Any, new: Any) -> None:
+    """Scores of the training points (N, K) and of the new one (K,) against its candidate labels (K,)."""
+    for i, row in enumerate(np.asarray(training)):
+        axes.plot(labels, row, color=GREY, linewidth=0.9, alpha=0.8, label="training points" if i == 0 else None)
+    axes.plot(labels, new, color=PINK, linewidth=2, label="test point")
+
+
+def crossings(axes: Axes, labels: Any, new: Any, changepoints: Any) -> None:
+    """Dots where the test point's score meets a training point's."""
+    inside = np.asarray([c for c in changepoints if labels[0] <= c <= labels[-1]])
+    axes.scatter(inside, np.interp(inside, labels, new), s=16, color=PINK, edgecolor="white", linewidth=0.6, zorder=3)
+
+
+def p_value_staircase(axes: Axes, labels: Any, p: Any, alpha: float, pieces: Any) -> None:
+    """The p-value of each label, the threshold alpha, and the set of labels above it."""
+    axes.plot(labels, p, color=BLUE, linewidth=1.5, drawstyle="steps-mid", label="p-value")
+    axes.axhline(alpha, color=ORANGE, linewidth=1.2, linestyle="--", label=rf"$\alpha$ = {alpha:g}")
+    for i, (low, high) in enumerate(pieces):
+        axes.axvspan(low, high, color=GREEN, alpha=0.14, linewidth=0, label="prediction set" if i == 0 else None)
+
+
+def introduction_figure(intro: Any) -> Any:
+    """The paper's first figure from an `experiments.introduction.Introduction`; returns a matplotlib figure."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    grid = figure.subplots(2, 2, sharex="col")
+    percent = f"{intro.level:.0%}"
+    prediction = np.asarray(intro.full.prediction)
+
+    top, bottom = grid[:, 0]
+    intervals_over_inputs(top, intro.grid, intro.full, color=BLUE, label="full conformal (ACP-GN)", filled=True)
+    intervals_over_inputs(top, intro.grid, intro.split, color=ORANGE, label="split conformal (SCP)")
+    top.set_title(f"{percent} intervals: narrow near data, wide away from it", loc="left", fontsize=10)
+    intervals_over_inputs(bottom, intro.grid, intro.full, color=BLUE, label="full conformal (ACP-GN)", filled=True)
+    intervals_over_inputs(bottom, intro.grid, intro.laplace, color=GREEN, label="Laplace (LA)")
+    bottom.set_title("They adapt as Bayesian intervals do", loc="left", fontsize=10)
+    for axes in (top, bottom):
+        axes.plot(intro.grid, prediction, color="black", linewidth=1)
+        axes.scatter(intro.x, intro.y, s=18, color="white", edgecolor="black", linewidth=0.8, zorder=3)
+        axes.set_ylabel("y")
+        spread = np.ptp(intro.y)
+        axes.set_ylim(intro.y.min() - 0.7 * spread, intro.y.max() + 0.7 * spread)
+    top.axvline(intro.story.x, color=PINK, linewidth=1, linestyle=":")
+    bottom.set_xlabel("x")
+
+    lines, stairs = grid[:, 1]
+    story = intro.story
+    score_lines(lines, story.labels, story.training, story.new)
+    crossings(lines, story.labels, story.new, story.changepoints)
+    lines.set_ylim(0, 1.05 * story.new.max())
+    lines.set_ylabel("nonconformity score")
+    lines.set_title(
+        f"Scores at x = {story.x:g} are lines in the label ({len(story.training)} rows)", loc="left", fontsize=10
+    )
+    p_value_staircase(stairs, story.labels, story.p, 1 - intro.level, story.pieces)
+    stairs.set_title("The p-value changes where the pink line meets a grey one", loc="left", fontsize=10)
+    stairs.set_ylabel("p-value")
+    stairs.set_xlabel("candidate label y")
+    for axes in grid.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+        places = {lines: "upper center", stairs: "upper right"}
+        axes.legend(fontsize=8, frameon=False, loc=places.get(axes, "lower left"))
+    return figure
