@@ -45,7 +45,21 @@ def full(**changes):
         (X, ["a"] * 30, TypeError, "y must be real numbers"),
         (X, [object()] * 30, TypeError, "y must hold numbers only"),
         (X.astype(complex), y, TypeError, "X must be real numbers, got an array of dtype complex128"),
-        (torch.zeros(30, 3, dtype=torch.bool), y, TypeError, "X must be real numbers, got a tensor of torch.bool"),
+        (
+            torch.zeros(30, 3, dtype=torch.cfloat),
+            y,
+            TypeError,
+            "X must be real numbers, got a tensor of torch.complex64",
+        ),
+        (X, y > 0, TypeError, "y must be numbers to regress on, got true and false"),
+        (torch.zeros(30, 3, dtype=torch.long), y, ValueError, r"use X.float\(\)"),
+        (
+            pd.DataFrame({"a": y, "b": y, "c": pd.array([1, None] * 15, dtype="Int64")}),
+            y,
+            ValueError,
+            "X contains NaN .* row 1",
+        ),
+        (X, pd.Series(pd.array([1, None] * 15, dtype="Int64")), ValueError, "y contains NaN"),
         ([[1.0, 2.0], [1.0]], y, ValueError, "X cannot be made into an array"),
         (None, y, TypeError, "X must be an array, tensor, frame or DataLoader"),
         (X, None, TypeError, "y is missing"),
@@ -109,6 +123,38 @@ def test_settings(changes, error, words):
     assert not hasattr(cp, "network_")
 
 
+def test_columns_of_frames_keep_their_names_and_order():
+    frame = pd.DataFrame(X, columns=["a", "b", "c"])
+    for cp in (full(), fullcp.SplitConformalRegressor(nn.Linear(3, 1))):
+        cp.conformalize(frame, y)
+        with pytest.raises(ValueError, match="X has columns in another order: c, b, a; expected a, b, c"):
+            cp.predict_interval(frame[["c", "b", "a"]])
+        with pytest.raises(ValueError, match="X has columns of other names: a, b, d"):
+            cp.predict_interval(frame.rename(columns={"c": "d"}))
+        assert np.array_equal(cp.predict(frame), cp.predict(X))
+
+
+def test_true_and_false_are_numbers_in_inputs():
+    frame = pd.DataFrame({"a": y > 0, "b": y, "c": [1, 0] * 15})
+    expected = full(model=(model := nn.Linear(3, 1))).conformalize(frame.astype(float), y).predict(frame.astype(float))
+    for form in (frame, frame.astype(object), frame.astype({"a": "boolean", "c": "Int64"})):
+        assert np.array_equal(full(model=model).conformalize(form, y).predict(form), expected)
+    assert full().conformalize(torch.from_numpy(X > 0), y).predict(X > 0).shape == (30,)
+
+
+def test_messages_tell_the_way_out():
+    class Squeezes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.layer(x).squeeze()
+
+    with pytest.raises(ValueError, match=r"use squeeze\(-1\) instead"):
+        full(model=Squeezes()).conformalize(X, y)
+
+
 def test_weights_that_are_not_numbers():
     model = nn.Linear(3, 1)
     with torch.no_grad():
@@ -151,7 +197,7 @@ def test_predictions():
         cp.predict_interval(X[:0])
     with pytest.raises(ValueError, match="X is on meta, the model on cpu"):
         cp.predict_interval(torch.zeros(4, 3, device="meta"))
-    with pytest.raises(ValueError, match="joint must be one of 'bonferroni', got 'max'"):
+    with pytest.raises(ValueError, match="joint must be one of None, 'bonferroni', got 'max'"):
         cp.predict_interval(X, joint="max")
     with pytest.raises(ValueError, match="a single level here, got 2"):
         cp.predict_set(X, [0.8, 0.9])

@@ -110,5 +110,11 @@ def test_bad_input():
         evaluation.evaluate(Y, (Y, INTERVALS[..., None]), [0.8, 0.9])
     with pytest.raises(ValueError, match="y must have the shape of the predictions"):
         evaluation.evaluate(Y[:3], (Y, INTERVALS[..., None]), 0.8)
+    with pytest.raises(ValueError, match="y contains NaN"):
+        evaluation.coverage(np.full(4, np.nan), INTERVALS)
+    with pytest.raises(TypeError, match="result must be a pair"):
+        evaluation.evaluate(Y, INTERVALS)
+    with pytest.raises(TypeError, match="confidence_level is missing"):
+        evaluation.evaluate(Y, (Y, INTERVALS[..., None]))
     with pytest.raises(ValueError, match="confidence_level must lie in"):
         evaluation.validity_band(10, 1.2)

@@ -35,7 +35,7 @@ def test_absolute_sets_are_where_the_scores_are_higher(score):
         A, B, b = score_lines(score, e[i : i + 1], s[i : i + 1], c[None, i : i + 1], h)
         gap = (A - B * GRID).abs() - b * GRID.abs()
         low, high = left[0, i], right[0, i]
-        inside = (low <= GRID) & (GRID <= high) if low <= high else (GRID <= high) | (GRID >= low)
+        inside = (low <= GRID) & (high >= GRID) if low <= high else (high >= GRID) | (low <= GRID)
         clear = gap[0].abs() > 1e-12
         assert torch.equal(inside[clear], gap[0, clear] > 0), cases[i]
         assert inside[~clear].all(), cases[i]  # ties count
@@ -80,12 +80,18 @@ class TestBlocks:
         turn = torch.tensor([[0.0, -3.0], [3.0, 0.0]], dtype=torch.float64)
         C = torch.stack([turn - 1.5 * torch.eye(2, dtype=torch.float64), turn])[None]  # B_new + B_i = I + C_i
         lower, upper = signed_changepoints_blocks(
-            "standard", torch.ones(2, 2).double(), torch.eye(2).double().expand(2, 2, 2), C, torch.zeros(1, 2, 2).double()
+            "standard",
+            torch.ones(2, 2).double(),
+            torch.eye(2).double().expand(2, 2, 2),
+            C,
+            torch.zeros(1, 2, 2).double(),
         )
         assert torch.linalg.det(torch.eye(2) + C).min() > 0
         assert (lower[0, 0] == -INF).all()
         assert (upper[0, 0] == INF).all()
-        torch.testing.assert_close(lower[0, 1], torch.linalg.solve(torch.eye(2).double() + turn, torch.ones(2).double()))
+        torch.testing.assert_close(
+            lower[0, 1], torch.linalg.solve(torch.eye(2).double() + turn, torch.ones(2).double())
+        )
 
     @pytest.mark.parametrize("score", ["deleted", "studentized"])
     def test_scores_that_do_not_exist(self, score):

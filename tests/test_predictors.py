@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors import safe_open
 from sklearn.base import clone
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,9 +32,8 @@ def data(outputs=1, rows=70, seed=1, dtype=torch.float32):
 
 
 def fit_both(cp, X, y):
-    """A method that is given training and calibration rows: halves of the data."""
-    half = len(X) // 2
-    return cp.fit(X[:half], y[:half]).conformalize(X[half:], y[half:])
+    """A method that is given training and calibration rows."""
+    return cp.fit(X[:45], y[:45]).conformalize(X[45:], y[45:])
 
 
 # A predictor is tested by adding a line: name -> (class, arguments, how it is given data).
@@ -189,9 +191,79 @@ class TestContract:
             cp.model[0].weight.mul_(1.1)
         with pytest.raises(fullcp.NotFittedError, match="the model has changed"):
             cp.predict_interval(X)
+        cp.model[0].weight.data.div_(1.1).mul_(2.0)  # past autograd's eyes
+        with pytest.raises(fullcp.NotFittedError, match="the model has changed"):
+            cp.predict_interval(X)
         with torch.no_grad():
             cp.model[0].weight.copy_(network()[0].weight)
         assert torch.equal(cp.predict_interval(X).intervals, before)
+
+    def test_copies_predict_the_same(self, name, tmp_path):
+        cp, X = build(name), data(seed=5)[0]
+        expected = cp.predict_interval(X, LEVELS).intervals
+        for copied in (copy.deepcopy(cp), pickle.loads(pickle.dumps(cp))):
+            assert copied.model is not cp.model
+            assert torch.equal(copied.predict_interval(X, LEVELS).intervals, expected)
+        cp.model.load_state_dict(copy.deepcopy(cp.model.state_dict()), assign=True)
+        assert torch.equal(cp.predict_interval(X, LEVELS).intervals, expected)
+
+    def test_freezing_the_network_afterwards_changes_nothing(self, name, tmp_path):
+        cp, X = build(name), data(seed=5)[0]
+        expected = cp.predict_interval(X, LEVELS).intervals
+        cp.save(tmp_path / "cp")
+        for frozen in (cp.model[0], cp.model):
+            frozen.requires_grad_(False)
+            assert torch.equal(cp.predict_interval(X, LEVELS).intervals, expected)
+            assert not any(p.requires_grad for p in frozen.parameters())
+        loaded = type(cp).load(tmp_path / "cp", cp.model)
+        assert torch.equal(loaded.predict_interval(X, LEVELS).intervals, expected)
+        cp.save(tmp_path / "again")
+
+    def test_what_is_saved_is_what_was_fitted(self, name, tmp_path):
+        cp, X = build(name), data(seed=5)[0]
+        expected = cp.predict_interval(X, LEVELS).intervals
+        changes = {"score": "deleted", "residuals": "signed", "l2": 100.0, "noise": 9.0, "refine": True}
+        cp.set_params(**{key: value for key, value in changes.items() if key in cp.get_params()})
+        assert torch.equal(cp.predict_interval(X, LEVELS).intervals, expected)
+        cp.save(tmp_path / "cp")
+        loaded = type(cp).load(tmp_path / "cp", cp.model)
+        assert torch.equal(loaded.predict_interval(X, LEVELS).intervals, expected)
+
+    @pytest.mark.parametrize("memory", ["1MB", "2GB"])
+    def test_callers_arrays_are_free_afterwards(self, name, memory):
+        kind, arguments, give = PREDICTORS[name]
+        X, y = data()
+        cp = give(kind(network(), **{**arguments, "memory": memory}), X, y)
+        X_new = data(seed=5)[0]
+        expected = cp.predict_interval(X_new, LEVELS).intervals
+        X.zero_()
+        y.zero_()
+        assert torch.equal(cp.predict_interval(X_new, LEVELS).intervals, expected)
+
+    def test_threads_share_a_predictor(self, name):
+        cp, X = build(name), data(rows=60, seed=5)[0]
+        cp.model.train()
+        rows = [1 + i % 37 for i in range(60)]
+        expected = {n: cp.predict_interval(X[:n], LEVELS).intervals for n in set(rows)}
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda n: cp.predict_interval(X[:n], LEVELS).intervals, rows))
+        assert all(torch.equal(expected[n], found) for n, found in zip(rows, results))
+        assert all(module.training for module in cp.model.modules())
+
+    def test_files_hold_no_rows_but_those_needed(self, name, tmp_path):
+        cp = build(name)
+        cp.save(tmp_path / "cp")
+        with safe_open(tmp_path / "cp", "pt") as file:
+            names = set(file.keys())
+        assert ("x" in names) == (isinstance(cp, fullcp.FullConformalRegressor) or "dual_factor" in names)
+
+    def test_same_weights_in_another_architecture_are_refused(self, name, tmp_path):
+        cp = build(name)
+        cp.save(tmp_path / "cp")
+        other = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))
+        other.load_state_dict(cp.model.state_dict())
+        with pytest.raises(ValueError, match="same weights but other outputs"):
+            type(cp).load(tmp_path / "cp", other)
 
     def test_model_is_left_alone(self, name):
         kind, arguments, give = PREDICTORS[name]
@@ -269,10 +341,11 @@ class Sliceable:
 @pytest.mark.parametrize(
     ("residuals", "level", "least"), [("absolute", 0.9, 9), ("signed", 0.9, 19), ("signed", 0.99, 199)]
 )
+@pytest.mark.filterwarnings("ignore::fullcp.FarFromMinimumWarning")
 def test_infinite_intervals_come_with_a_warning(kind, residuals, level, least):
     X, y = data(rows=max(least, 3))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", fullcp.InfiniteIntervalWarning)
         enough = kind(network(), residuals=residuals).conformalize(X, y).predict_interval(X[:3], level)
     assert torch.isfinite(enough.intervals).all()
     short = kind(network(), residuals=residuals).conformalize(X[1:], y[1:])
@@ -328,6 +401,32 @@ def test_auto_residuals_by_the_number_of_rows():
     large = fullcp.FullConformalRegressor(network()).conformalize(X, y)
     assert small.residuals_ == "absolute"
     assert large.residuals_ == "signed"
+
+
+def test_a_network_far_from_its_minimum_is_told():
+    X, y = data(rows=200)
+    model = network()
+    with pytest.warns(fullcp.FarFromMinimumWarning, match="refine=True"):
+        raw = fullcp.FullConformalRegressor(model).conformalize(X, 100 * y)
+    assert raw.shift_ > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fullcp.FarFromMinimumWarning)
+        refined = fullcp.FullConformalRegressor(model, refine=True).conformalize(X, 100 * y)
+        fullcp.RefinedSplitConformalRegressor(model).conformalize(X, 100 * y)
+        fullcp.training.train(model, X, y, epochs=400)
+        trained = fullcp.FullConformalRegressor(model).conformalize(X, y)
+    assert refined.shift_ == raw.shift_
+    assert trained.shift_ < 0.2
+
+
+def test_results_know_their_levels():
+    result = build("full").predict_interval(data()[0], LEVELS)
+    assert result.levels == tuple(LEVELS)
+    again = pickle.loads(pickle.dumps(result))
+    assert again.levels == result.levels
+    assert torch.equal(again.lower, result.lower)
+    rows = fullcp.evaluation.evaluate(data()[1], result)
+    assert [row.level for row in rows] == LEVELS
 
 
 def test_leverages():

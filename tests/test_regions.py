@@ -115,3 +115,13 @@ def test_split_p_values_agree_with_the_intervals(N, seed, residuals):
         else:
             low, high = regions.split_signed_intervals(e, n, at, [level])[..., 0].T
         assert torch.equal((low <= r) & (r <= high), p > float(1 - level) + 1e-12)
+
+
+def test_ties_count_in_p_values():
+    left, right = torch.tensor([[-2.0, -1.0, 3.0]]).double(), torch.tensor([[2.0, 1.0, -3.0]]).double()
+    # The third point counts outside of (-3, 3) only.
+    for r, expected in ((0.0, 3), (1.0, 3), (1.5, 2), (2.0, 2), (2.5, 1), (-3.0, 2), (3.0, 2)):
+        assert regions.absolute_p_values(left, right, torch.tensor([r]).double()).item() == expected / 4
+    lower = torch.tensor([[-1.0, 0.0, 2.0]]).double()
+    for r, expected in ((0.0, 1.0), (-1.0, 1.0), (-1.5, 0.5), (2.0, 1.0), (2.5, 0.5)):
+        assert regions.signed_p_values(lower, lower, torch.tensor([r]).double()).item() == expected

@@ -5,8 +5,10 @@
 True
 """
 
+from fullcp import evaluation, training
 from fullcp.curvature import NotPositiveDefiniteError
 from fullcp.predictors import (
+    FarFromMinimumWarning,
     FullConformalRegressor,
     InfiniteIntervalWarning,
     LaplaceRegressor,
@@ -19,6 +21,7 @@ from fullcp.predictors import (
 from fullcp.version import __version__
 
 __all__ = [
+    "FarFromMinimumWarning",
     "FullConformalRegressor",
     "InfiniteIntervalWarning",
     "LaplaceRegressor",
@@ -29,4 +32,6 @@ __all__ = [
     "RefinedSplitConformalRegressor",
     "SplitConformalRegressor",
     "__version__",
+    "evaluation",
+    "training",
 ]

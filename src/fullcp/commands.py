@@ -44,10 +44,14 @@ def demo(
 
     if output.exists() and not output.is_dir():
         raise typer.BadParameter(f"{output} is a file; a folder is wanted", param_hint="--output")
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / ".writable").touch()
+        (output / ".writable").unlink()
+    except OSError as error:
+        raise typer.BadParameter(f"{output} cannot be written: {error.strerror}", param_hint="--output") from error
     start = time.perf_counter()
     rows = diabetes.run(splits, epochs=epochs, seed=seed)
-    cells = {(row.method, row.level): row for row in rows}
     methods = list(dict.fromkeys(row.method for row in rows))
     levels = list(dict.fromkeys(row.level for row in rows))
     print_table(
@@ -56,11 +60,8 @@ def demo(
         [
             [
                 method,
-                *(f"{row.width:.0f} ±{row.width_se:.0f}" for row in (cells[method, level] for level in levels)),
-                *(
-                    f"{100 * row.coverage:.1f} ±{100 * row.coverage_se:.1f}"
-                    for row in (cells[method, level] for level in levels)
-                ),
+                *(_cell(row.width, row.width_se, 0) for row in rows if row.method == method),
+                *(_cell(100 * row.coverage, 100 * row.coverage_se, 1) for row in rows if row.method == method),
             ]
             for method in methods
         ],
@@ -80,3 +81,8 @@ def demo(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _cell(mean: float, error: float, digits: int) -> str:
+    """A mean and its standard error, where there is one."""
+    return f"{mean:.{digits}f}" if error != error else f"{mean:.{digits}f} ±{error:.{digits}f}"

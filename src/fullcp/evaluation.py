@@ -76,7 +76,7 @@ def volume(intervals: Any) -> Array:
 
 def joint_coverage(y: Any, intervals: Any) -> float:
     """Share of label vectors y (n, O) with every entry inside its interval (n, 2, O)."""
-    array, labels = _array(intervals), _array(y)
+    array, labels = _array(intervals), _labels(y)
     if labels.shape != (array.shape[0], array.shape[2]):
         raise ValueError(f"y must have shape {(array.shape[0], array.shape[2])}, got {labels.shape}")
     return float(np.mean(((array[:, 0] <= labels) & (labels <= array[:, 1])).all(1)))
@@ -147,14 +147,14 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluate(y: Any, result: Any, confidence_level: Any, *, bins: int = 4) -> list[Evaluation]:
+def evaluate(y: Any, result: Any, confidence_level: Any = None, *, bins: int = 4) -> list[Evaluation]:
     """All measures for each level (and output) of a result of `predict_interval`.
 
     Parameters
     ----------
     y : (n,) or (n, O)
     result : PredictionIntervals, or a pair (prediction, intervals)
-    confidence_level : the level or levels that the result was asked for
+    confidence_level : the level or levels of the intervals; left out, the result's own
     bins : number of groups for size-stratified coverage, at most the number of rows
 
     Examples
@@ -165,8 +165,14 @@ def evaluate(y: Any, result: Any, confidence_level: Any, *, bins: int = 4) -> li
     >>> row.coverage, row.mean_width
     (0.5, 3.0)
     """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"result must be a pair (prediction, intervals), got {type(result).__name__}")
+    if confidence_level is None:
+        confidence_level = getattr(result, "levels", None)
+        if not confidence_level:
+            raise TypeError("confidence_level is missing: the result does not know its own")
     prediction, intervals = (_array(part) for part in result)
-    labels = _array(y)
+    labels = _labels(y)
     levels = [float(level) for level in np.atleast_1d(np.asarray(confidence_level, dtype=np.float64))]
     if intervals.ndim == 3:
         intervals, prediction, labels = intervals[..., None], prediction.reshape(-1, 1), labels.reshape(-1, 1)
@@ -225,8 +231,15 @@ def _array(values: Any) -> Array:
     return np.asarray(values, dtype=np.float64)
 
 
+def _labels(y: Any) -> Array:
+    labels = _array(y)
+    if not np.isfinite(labels).all():
+        raise ValueError("y contains NaN or infinite values")
+    return labels
+
+
 def _take(y: Any, intervals: Any) -> tuple[Array, Array, Array]:
-    labels, array = _array(y).reshape(-1), _array(intervals)
+    labels, array = _labels(y).reshape(-1), _array(intervals)
     if array.ndim != 2 or array.shape[1] != 2 or len(array) != len(labels):
         raise ValueError(f"intervals must have shape ({len(labels)}, 2), got {array.shape}")
     return labels, array[:, 0], array[:, 1]

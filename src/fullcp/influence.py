@@ -1,4 +1,4 @@
-"""Scores and changepoints: the closed forms of `design.md` section 2, and nothing else.
+"""Scores and changepoints: the closed forms of docs/theory.md, and nothing else.
 
 Notation, for N training points and m test points, one output:
 

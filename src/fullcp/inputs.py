@@ -45,6 +45,8 @@ class Rows:
     x: Tensor
     y: Tensor | None
     origin: Origin
+    columns: list[str] | None = None
+    """Names of the columns, where a frame came in."""
 
 
 def model_traits(model: object, *, trainable: bool = True) -> ModelTraits:
@@ -78,8 +80,13 @@ def model_traits(model: object, *, trainable: bool = True) -> ModelTraits:
     return ModelTraits(torch.device(devices[0] if devices else "cpu"), dtype)
 
 
-def read_rows(X: object, y: object, traits: ModelTraits, *, x_name: str = "X", y_name: str = "y") -> Rows:
-    """Check `X` and `y` (or one DataLoader of pairs in place of both) and bring them to the model's device."""
+def read_rows(
+    X: object, y: object, traits: ModelTraits, *, copy: bool = False, x_name: str = "X", y_name: str = "y"
+) -> Rows:
+    """Check `X` and `y` (or one DataLoader of pairs in place of both) and bring them to the model's device.
+
+    With `copy`, nothing is shared with the caller's arrays: what they do to them later does no harm.
+    """
     if isinstance(X, DataLoader):
         if y is not None:
             raise TypeError(f"{y_name} must be left out when {x_name} is a DataLoader: the loader yields both")
@@ -87,10 +94,10 @@ def read_rows(X: object, y: object, traits: ModelTraits, *, x_name: str = "X", y
     elif y is None:
         raise TypeError(f"{y_name} is missing: pass the targets, or a DataLoader of (inputs, targets) as {x_name}")
     rows = read_inputs(X, traits, name=x_name)
-    targets = _read_targets(y, traits, y_name)
+    targets = _read_targets(y, traits.device, y_name)
     if len(targets) != len(rows.x):
         raise ValueError(f"{x_name} and {y_name} must have the same length, got {len(rows.x)} and {len(targets)} rows")
-    return Rows(rows.x, targets, rows.origin)
+    return Rows(rows.x.clone() if copy else rows.x, targets.clone() if copy else targets, rows.origin, rows.columns)
 
 
 def read_inputs(X: object, traits: ModelTraits, *, name: str = "X") -> Rows:
@@ -98,7 +105,9 @@ def read_inputs(X: object, traits: ModelTraits, *, name: str = "X") -> Rows:
     from_loader = isinstance(X, DataLoader)
     if isinstance(X, DataLoader):
         X, _ = _gather(X, name, wants_targets=False)
+    columns = [str(column) for column in X.columns] if hasattr(X, "columns") else None
     x, origin = _to_tensor(X, name)
+    x = x.to(traits.dtype) if x.dtype == torch.bool else x
     if x.ndim == 0 or (x.ndim == 1 and x.is_floating_point()):
         hint = "one row is X.reshape(1, -1), one feature is X.reshape(-1, 1)"
         raise ValueError(f"{name} must have one row an example, got shape {tuple(x.shape)}; {hint}")
@@ -108,12 +117,14 @@ def read_inputs(X: object, traits: ModelTraits, *, name: str = "X") -> Rows:
         _check_device(x, origin, traits, name)
     _check_finite(x, name)
     dtype = traits.dtype if x.is_floating_point() or origin.device is None else x.dtype
-    return Rows(x.to(traits.device, dtype), None, origin)
+    return Rows(x.to(traits.device, dtype), None, origin, columns)
 
 
-def _read_targets(y: object, traits: ModelTraits, name: str) -> Tensor:
+def _read_targets(y: object, device: torch.device, name: str) -> Tensor:
     """Targets as float64, (n, O)."""
     values, origin = _to_tensor(y, name)
+    if values.dtype == torch.bool:
+        raise TypeError(f"{name} must be numbers to regress on, got true and false")
     if values.ndim not in (1, 2):
         raise ValueError(f"{name} must have shape (n,) or (n, outputs), got {tuple(values.shape)}")
     if values.numel() == 0:
@@ -121,15 +132,15 @@ def _read_targets(y: object, traits: ModelTraits, name: str) -> Tensor:
     _check_finite(values, name)
     if origin.device is not None and origin.device.type == "meta":
         raise ValueError(f"{name} is on the meta device: it has no values")
-    values = values.to(traits.device, torch.float64)
+    values = values.to(device, torch.float64)
     return values.unsqueeze(1) if values.ndim == 1 else values
 
 
-def read_label(y: object, rows: int, outputs: int, traits: ModelTraits) -> Tensor:
+def read_label(y: object, rows: int, outputs: int, device: torch.device) -> Tensor:
     """Candidate labels for `rows` test points, float64 (rows, outputs); one label serves all rows."""
     if isinstance(y, Real) and not isinstance(y, bool):
         y = np.full((rows, outputs), float(y))
-    labels = _read_targets(y, traits, "y")
+    labels = _read_targets(y, device, "y")
     if labels.shape != (rows, outputs):
         wanted = f"({rows},)" if outputs == 1 else f"({rows}, {outputs})"
         raise ValueError(f"y must have shape {wanted}, one label a row of X, got {tuple(labels.shape)}")
@@ -148,11 +159,18 @@ def check_row_shape(x: Tensor, expected: Sequence[int], name: str = "X") -> None
         raise ValueError(f"{name} has rows of shape {tuple(x.shape[1:])}, expected {tuple(expected)} as before")
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+def check_columns(found: list[str] | None, expected: list[str] | None, name: str = "X") -> None:
+    """Refuse a frame whose columns have other names, or another order, than those seen before."""
+    if found is not None and expected is not None and found != expected:
+        how = "in another order" if sorted(found) == sorted(expected) else "of other names"
+        raise ValueError(f"{name} has columns {how}: {', '.join(found[:8])}; expected {', '.join(expected[:8])}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], *, none: bool = False) -> None:
     """Refuse an option that is not one of the words it may be."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-    return value
+        words = ", ".join([*(["None"] if none else []), *map(repr, choices)])
+        raise ValueError(f"{name} must be one of {words}, got {value!r}")
 
 
 def read_levels(confidence_level: object) -> list[Fraction]:
@@ -205,19 +223,17 @@ def _gather(loader: DataLoader[Any], name: str, *, wants_targets: bool) -> tuple
 
 def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
     if isinstance(values, Tensor):
-        if values.is_complex() or values.dtype == torch.bool:
+        if values.is_complex():
             raise TypeError(f"{name} must be real numbers, got a tensor of {values.dtype}")
         values = values.detach()
         # Tensors made under torch.inference_mode cannot enter autograd; a copy made outside of it can.
         with torch.inference_mode(False):
             return (values.clone() if values.is_inference() else values), Origin(values.device)
     if hasattr(values, "select_dtypes"):  # a pandas frame: name the column that is no number
-        bad = [str(c) for c, kind in zip(values.columns, values.dtypes, strict=True) if not _is_number_kind(kind)]  # type: ignore[attr-defined]
-        if bad:
-            raise TypeError(f"{name} has columns that are not numbers: {', '.join(bad)}")
-        values = values.to_numpy(dtype=np.float64)  # type: ignore[attr-defined]
-    elif hasattr(values, "to_numpy"):
-        values = values.to_numpy()
+        values = _from_frame(values, name)
+    elif hasattr(values, "to_numpy"):  # a series: its nullable kinds hold NA, which becomes NaN
+        missing = bool(values.isna().any()) if hasattr(values, "isna") else False
+        values = values.to_numpy(dtype=np.float64, na_value=np.nan) if missing else values.to_numpy()
     if values is None or isinstance(values, (str, bytes, dict)):
         raise TypeError(f"{name} must be an array, tensor, frame or DataLoader of numbers, got {type(values).__name__}")
     try:
@@ -229,7 +245,7 @@ def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
             array = array.astype(np.float64)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name} must hold numbers only: {error}") from error
-    if array.dtype.kind not in "fiu":
+    if array.dtype.kind not in "fiub":
         raise TypeError(f"{name} must be real numbers, got an array of dtype {array.dtype}")
     if array.dtype.kind == "u" or not array.dtype.isnative:
         array = array.astype(np.float64)
@@ -238,8 +254,20 @@ def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
     return torch.from_numpy(array), Origin(None)
 
 
-def _is_number_kind(kind: Any) -> bool:
-    return getattr(kind, "kind", "O") in "fiu"
+def _from_frame(frame: Any, name: str) -> Any:
+    """A pandas frame as float64; missing values of any kind become NaN, for the check that names the row."""
+    bad = [str(column) for column in frame.columns if not _holds_numbers(frame[column])]
+    if bad:
+        raise TypeError(f"{name} has columns that are not numbers: {', '.join(bad)}")
+    return frame.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _holds_numbers(column: Any) -> bool:
+    try:
+        column.to_numpy(dtype=np.float64, na_value=np.nan)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _check_device(x: Tensor, origin: Origin, traits: ModelTraits, name: str) -> None:

@@ -11,10 +11,12 @@ T = TypeVar("T")
 
 def track(steps: Iterable[T], description: str, total: int) -> Iterator[T]:
     """Iterate over `steps`, showing a bar with the time left if there are several and a person is watching."""
-    if total < 2 or not sys.stderr.isatty():
+    if total < 2 or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         yield from steps
         return
     from rich.console import Console
     from rich.progress import track as rich_track
 
-    yield from rich_track(steps, description, total=total, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    watched = console.is_terminal or console.is_jupyter
+    yield from rich_track(steps, description, total=total, console=console, transient=True, disable=not watched)

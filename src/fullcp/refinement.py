@@ -1,4 +1,4 @@
-"""Refinement: the ridge solution of the linearised network, one solve away (`design.md` section 2).
+"""Refinement: the ridge solution of the linearised network, one solve away (docs/theory.md).
 
 theta~ = H^-1 phi^T (phi theta_* + e) is theta_* + Delta, where H Delta = phi^T e - l2 theta_* is minus the gradient of
 the ridge objective. With it the closed forms of `influence` are exact for the linearised network.

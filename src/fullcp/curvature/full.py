@@ -1,13 +1,13 @@
 """The exact Gauss-Newton matrix, in the form that is cheaper: primal (D x D) or dual (N O x N O).
 
-`design.md` section 2, "Primal or dual, same numbers". Rows of phi below are (example, output) pairs, n = N O of them.
+See docs/theory.md, "Primal and dual". Rows of phi below are (example, output) pairs, n = N O of them.
 All algebra is float64.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
 from fullcp.curvature.penalty import expand_l2
 from fullcp.features import FeatureRows
-from fullcp.progress import track
 
 FORMS = ("primal", "dual")
 
@@ -37,7 +36,7 @@ def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str
         form = "primal" if (diagonal == 0).any() else cheaper_form(features.count * features.outputs, features.size)
     size = features.size if form == "primal" else features.count * features.outputs
     _check_memory(size, features.x.device)
-    if cross or form == "dual":
+    if cross and form == "primal":
         features.hold()
     if form == "primal":
         return PrimalCurvature(features, diagonal)
@@ -51,8 +50,8 @@ def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str
 def restore_full(features: FeatureRows, l2: object, state: dict[str, Tensor]) -> Curvature:
     """The structure whose `state()` was saved, over the same rows."""
     diagonal = expand_l2(l2, features.jacobian.parameters, features.x.device)
-    features.hold()
     if "primal_factor" in state:
+        features.hold()
         return PrimalCurvature(features, diagonal, factor=state["primal_factor"])
     return DualCurvature(features, diagonal, factor=state["dual_factor"])
 
@@ -137,6 +136,13 @@ class DualCurvature:
     def __init__(self, features: FeatureRows, diagonal: Tensor, *, factor: Tensor | None = None):
         self.features = features
         self.root = diagonal.rsqrt()  # 1 / sqrt(l2), (D,)
+        self._held: Tensor | None = None  # phi' of all rows, (n, D), where it fits: each query passes over it twice
+        if 8 * features.count * features.outputs * features.size <= features.memory // 2:
+            O = features.outputs
+            held = diagonal.new_empty(features.count * O, features.size)
+            for rows, phi in features.chunks("gradients"):
+                held[rows.start * O : rows.stop * O] = self._scaled(phi)
+            self._held = held
         if factor is None:
             factor = _cholesky(self._gram(), self._blame)
         self.factor = factor  # L of G, (n, n)
@@ -171,26 +177,37 @@ class DualCurvature:
     def _split(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """A (n, m) and r (D, m) of columns phi'^T (D, m); see the class."""
         k = columns.new_empty(len(self.factor), columns.shape[1])
-        O = self.features.outputs
-        for rows, phi in self.features.chunks("kernel"):
-            k[rows.start * O : rows.stop * O] = self._scaled(phi) @ columns
+        for rows, P in self._blocks("kernel"):
+            k[rows] = P @ columns
         a = torch.cholesky_solve(k, self.factor)
         r = columns.clone()
-        for rows, phi in self.features.chunks("kernel"):
-            r.addmm_(self._scaled(phi).T, a[rows.start * O : rows.stop * O], alpha=-1)
+        for rows, P in self._blocks("kernel"):
+            r.addmm_(P.T, a[rows], alpha=-1)
         return a, r
+
+    def _blocks(self, description: str) -> Iterator[tuple[slice, Tensor]]:
+        """Phi' in blocks of its n rows, with their places."""
+        if self._held is not None:
+            yield slice(0, len(self._held)), self._held
+            return
+        O = self.features.outputs
+        for rows, phi in self.features.chunks(description):
+            yield slice(rows.start * O, rows.stop * O), self._scaled(phi)
 
     def _gram(self) -> Tensor:
         """G = I + K, filled block by block below the diagonal."""
+        if self._held is not None:
+            G = self._held @ self._held.T
+            G.diagonal().add_(1.0)
+            return G
         O = self.features.outputs
         n = self.features.count * O
         G = torch.zeros(n, n, dtype=torch.float64, device=self.features.x.device)
-        slices = self.features.slices()
-        for rows in track(slices, "curvature", len(slices)):
-            P = self._scaled(self.features.block(rows))
-            for others in slices[: rows.start // self.features.chunk + 1]:
-                Q = self._scaled(self.features.block(others))
-                G[rows.start * O : rows.stop * O, others.start * O : others.stop * O] = P @ Q.T
+        for rows, P in self._blocks("curvature"):
+            for others in self.features.slices():
+                at = slice(others.start * O, others.stop * O)
+                if at.start <= rows.start:
+                    G[rows, at] = P @ self._scaled(self.features.block(others)).T
         G.diagonal().add_(1.0)
         return G
 

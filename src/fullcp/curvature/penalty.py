@@ -14,7 +14,7 @@ def expand_l2(l2: object, parameters: dict[str, nn.Parameter], device: torch.dev
 
     Parameters
     ----------
-    l2 : number, or array of one value a parameter tensor ("layer") or one a parameter
+    l2 : number, or array of one value per parameter tensor ("layer") or one a parameter
         In the order of ``model.named_parameters()`` with requires_grad. Where both readings fit, they agree.
 
     Examples

@@ -7,9 +7,11 @@ backward pass an output. `FunctionalGradients` lets torch.func do it for any mod
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,15 @@ class NotLinearError(Exception):
     """The module is not one that `LinearGradients` understands."""
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer and the columns of phi that its weight and bias have, where they are trainable."""
+
+    module: nn.Linear
+    weight: slice | None
+    bias: slice | None
+
+
 class LinearGradients:
     """Gradients of a module whose trainable parameters all belong to nn.Linear layers.
 
@@ -44,19 +55,18 @@ class LinearGradients:
 
     def __init__(self, model: nn.Module, parameters: Parameters):
         self.model = model
-        self.slices: dict[int, slice] = {}  # id of a parameter -> its columns of phi
-        start = 0
+        columns: dict[int, slice] = {}  # id of a parameter -> its columns of phi
+        self.size = 0
         for parameter in parameters.values():
-            self.slices[id(parameter)] = slice(start, start + parameter.numel())
-            start += parameter.numel()
-        self.size = start
+            columns[id(parameter)] = slice(self.size, self.size + parameter.numel())
+            self.size += parameter.numel()
         self.layers = [
-            module
+            _Layer(module, columns.get(id(module.weight)), columns.get(id(module.bias)))
             for module in model.modules()
-            if type(module) is nn.Linear and any(id(p) in self.slices for p in module.parameters(recurse=False))
+            if type(module) is nn.Linear and any(id(p) in columns for p in module.parameters(recurse=False))
         ]
-        owned = {id(p) for layer in self.layers for p in layer.parameters(recurse=False)}
-        if not owned.issuperset(self.slices):
+        owned = {id(p) for layer in self.layers for p in layer.module.parameters(recurse=False)}
+        if not owned.issuperset(columns):
             raise NotLinearError("a trainable parameter belongs to no nn.Linear layer")
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,30 +88,30 @@ class LinearGradients:
                     self._add_layer(phi[:, o], layer, a, g)
         return f.detach(), phi
 
-    def _add_layer(self, phi: Tensor, layer: nn.Linear, a: Tensor, g: Tensor) -> None:
+    def _add_layer(self, phi: Tensor, layer: _Layer, a: Tensor, g: Tensor) -> None:
         """Add one use of a layer, input a (n, ..., in) and signal g (n, ..., out), to phi (n, D)."""
-        columns = self.slices.get(id(layer.weight))
-        if columns is not None:
-            block = phi[:, columns].view(len(phi), layer.out_features, layer.in_features)
+        if layer.weight is not None:
+            block = phi[:, layer.weight].view(len(phi), layer.module.out_features, layer.module.in_features)
             if a.ndim == 2:
                 block.addcmul_(g.unsqueeze(2), a.unsqueeze(1))
             else:
                 block.add_(torch.einsum("n...o,n...i->noi", g, a))
-        columns = None if layer.bias is None else self.slices.get(id(layer.bias))
-        if columns is not None:
-            phi[:, columns] += g if g.ndim == 2 else g.flatten(1, -2).sum(1)
+        if layer.bias is not None:
+            phi[:, layer.bias] += g if g.ndim == 2 else g.flatten(1, -2).sum(1)
 
     @contextmanager
-    def _recording(self) -> Iterator[list[tuple[nn.Linear, Tensor, Tensor]]]:
+    def _recording(self) -> Iterator[list[tuple[_Layer, Tensor, Tensor]]]:
         """Record each use of a layer: (layer, input, output)."""
-        calls: list[tuple[nn.Linear, Tensor, Tensor]] = []
+        calls: list[tuple[_Layer, Tensor, Tensor]] = []
 
-        def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            assert isinstance(module, nn.Linear)
-            calls.append((module, inputs[0].detach(), output))
-            return output.clone()  # so that an in-place activation leaves the recorded output alone
+        def recorder(layer: _Layer) -> Any:
+            def record(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+                calls.append((layer, inputs[0].detach(), output))
+                return output.clone()  # so that an in-place activation leaves the recorded output alone
 
-        handles = [layer.register_forward_hook(record, prepend=True) for layer in self.layers]
+            return record
+
+        handles = [layer.module.register_forward_hook(recorder(layer), prepend=True) for layer in self.layers]
         try:
             yield calls
         finally:
@@ -116,18 +126,22 @@ class FunctionalGradients:
 
     def __init__(self, model: nn.Module, parameters: Parameters):
         self.model = model
-        self.parameters = parameters
+        self.names = list(parameters)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (n, O) and gradients (n, O, D)."""
-        values = {name: p.detach() for name, p in self.parameters.items()}
+        values = {name: self.model.get_parameter(name).detach() for name in self.names}
 
         def one_row(values: dict[str, Tensor], row: Tensor) -> tuple[Tensor, Tensor]:
             f = as_rows(functional_call(self.model, values, (row.unsqueeze(0),)), 1)[0]
             return f, f
 
         jacobian = vmap(jacrev(one_row, has_aux=True), in_dims=(None, 0))
-        gradients, f = jacobian(values, x)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="There is a performance drop"
+            )  # vmap's, about a fallback of its own
+            gradients, f = jacobian(values, x)
         return f.detach(), torch.cat([gradients[name].detach().reshape(*f.shape, -1) for name in values], dim=2)
 
 
@@ -138,7 +152,7 @@ class LoopGradients:
 
     def __init__(self, model: nn.Module, parameters: Parameters):
         self.model = model
-        self.parameters = list(parameters.values())
+        self.names = list(parameters)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (n, O) and gradients (n, O, D)."""
@@ -147,12 +161,10 @@ class LoopGradients:
 
     def _one_row(self, row: Tensor) -> tuple[Tensor, Tensor]:
         f = as_rows(self.model(row.unsqueeze(0)), 1)[0]
+        parameters = [self.model.get_parameter(name) for name in self.names]
         phi = [
             torch.cat(
-                [
-                    g.flatten()
-                    for g in torch.autograd.grad(fo, self.parameters, retain_graph=True, materialize_grads=True)
-                ]
+                [g.flatten() for g in torch.autograd.grad(fo, parameters, retain_graph=True, materialize_grads=True)]
             )
             for fo in f
         ]

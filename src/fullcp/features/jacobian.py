@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullcp.features.gradients import (
     FunctionalGradients,
@@ -21,6 +22,11 @@ from fullcp.features.preserve import preserved
 # What two ways to the same gradient may differ by, relative to the largest entry; above it one of them is wrong.
 _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}
 _AGREEMENT_HALF = 5e-2
+_WAYS: list[type[LinearGradients] | type[FunctionalGradients] | type[LoopGradients]] = [
+    LinearGradients,
+    FunctionalGradients,
+    LoopGradients,
+]
 
 
 class Jacobian(Network):
@@ -44,13 +50,34 @@ class Jacobian(Network):
     [[1.0, 1.0, 1.0, 1.0]]
     """
 
-    def __init__(self, model: nn.Module, x: Tensor):
-        super().__init__(model, x)
-        self.parameters: Parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.size = sum(p.numel() for p in self.parameters.values())
-        self.dtype = reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
+    def _examine(self, probe: Tensor) -> None:
+        self._trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
         with preserved(self.model):
-            self._gradients = self._choose(self.probe)
+            self._gradients = self._choose(probe)
+
+    def facts(self) -> dict[str, Any]:
+        """What probing found, with the way and the names of the parameters that count."""
+        return {**super().facts(), "way": self.way, "trainable": self._trainable}
+
+    def _take(self, facts: dict[str, Any]) -> None:
+        super()._take(facts)
+        self._trainable = facts["trainable"]
+        self._gradients = {way.name: way for way in _WAYS}[facts["way"]](self.model, self.parameters)
+
+    @property
+    def parameters(self) -> Parameters:
+        """The parameters that were trainable when the network was probed, whatever they are now."""
+        return {name: self.model.get_parameter(name) for name in self._trainable}
+
+    @property
+    def size(self) -> int:
+        """D, the number of parameters that count."""
+        return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of phi."""
+        return reduce(torch.promote_types, (p.dtype for p in self.parameters.values()))
 
     @property
     def way(self) -> str:
@@ -59,7 +86,7 @@ class Jacobian(Network):
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs f (n, O) and gradients phi (n, O, D) of the rows x (n, ...)."""
-        with preserved(self.model):
+        with preserved(self.model, self._trainable):
             return self._gradients(normal(x))
 
     def bytes_per_row(self) -> int:

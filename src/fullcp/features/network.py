@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +25,57 @@ class Network:
     ----------
     model : the trained module.
     x : Tensor (n, ...)
-        Rows to probe it with; a few, spread over the data, are used.
+        Rows to probe it with; a few, spread over the data, are used. None is kept.
+    facts : what probing found before, in place of rows.
     """
 
-    def __init__(self, model: nn.Module, x: Tensor):
+    def __init__(self, model: nn.Module, x: Tensor | None = None, *, facts: dict[str, Any] | None = None):
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # a compiled module hides the one with the layers
+        if facts is None:
+            assert x is not None
+            self._probe(x)
+        else:
+            self._take(facts)
+
+    def _probe(self, x: Tensor) -> None:
         count = min(len(x), _PROBE_ROWS)
         picks = [i * (len(x) - 1) // max(count - 1, 1) for i in range(count)]
         with torch.inference_mode(False):  # what is made in inference mode cannot be differentiated
-            self.probe = normal(x[picks])
+            probe = normal(x[picks])
+        self.row_shape, self._row_dtype = tuple(x.shape[1:]), x.dtype
         with preserved(self.model):
-            self.outputs = check_row_independence(self.model, self.probe).shape[1]
-            self._activation_bytes = self._measure_activations() // len(self.probe)
+            self.outputs = check_row_independence(self.model, probe).shape[1]
+            self._activation_bytes = self._measure_activations(probe) // count
+        self._examine(probe)
+
+    def _examine(self, probe: Tensor) -> None:
+        """Look at what else a kind of network needs to know."""
+
+    def facts(self) -> dict[str, Any]:
+        """What probing found, for JSON: `facts` restores the network without any row of the data."""
+        return {
+            "outputs": self.outputs,
+            "activation_bytes": self._activation_bytes,
+            "row_shape": list(self.row_shape),
+            "row_dtype": str(self._row_dtype).removeprefix("torch."),
+        }
+
+    def _take(self, facts: dict[str, Any]) -> None:
+        self.outputs = facts["outputs"]
+        self._activation_bytes = facts["activation_bytes"]
+        self.row_shape = tuple(facts["row_shape"])
+        self._row_dtype = getattr(torch, facts["row_dtype"])
+
+    def echo(self) -> Tensor | None:
+        """Outputs on made-up rows, to recognise a network by what it does; None where they are no use."""
+        rows = torch.randn(3, *self.row_shape, generator=torch.Generator().manual_seed(0))
+        rows = rows if self._row_dtype.is_floating_point else torch.zeros_like(rows)
+        device = next((t.device for t in (*self.model.parameters(), *self.model.buffers())), rows.device)
+        try:
+            f = self.predict(rows.to(device, self._row_dtype)).double()
+        except (RuntimeError, ValueError, IndexError):
+            return None
+        return f if torch.isfinite(f).all() else None
 
     def predict(self, x: Tensor) -> Tensor:
         """Outputs f (n, O) of the rows x (n, ...)."""
@@ -44,13 +84,13 @@ class Network:
 
     def bytes_per_row(self) -> int:
         """Memory that one row takes while it passes through."""
-        return 3 * self._activation_bytes + self.probe[0].numel() * self.probe.element_size()
+        return 3 * self._activation_bytes + prod(self.row_shape) * self._row_dtype.itemsize
 
     def rows_per_chunk(self, budget: int) -> int:
         """How many rows can be handled at once within `budget` bytes."""
         return rows_within(budget, self.bytes_per_row(), at_most=_MOST_ROWS)
 
-    def _measure_activations(self) -> int:
+    def _measure_activations(self, probe: Tensor) -> int:
         """Bytes that autograd would keep of the probe for a backward pass."""
         kept = 0
 
@@ -60,7 +100,7 @@ class Network:
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-            self.model(self.probe)
+            self.model(probe)
         return kept
 
 

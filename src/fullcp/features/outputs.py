@@ -14,13 +14,15 @@ _ROUNDING_HALF = 5e-2
 def as_rows(output: object, count: int) -> Tensor:
     """The output of a module on `count` rows as (count, O), or a refusal that says why not."""
     if not isinstance(output, Tensor):
-        raise TypeError(f"model must return one tensor, got {type(output).__name__}")
+        raise TypeError(
+            f"model must return one tensor, got {type(output).__name__}: wrap it in a module that picks one"
+        )
     if output.ndim == 1 and len(output) == count:
         return output.unsqueeze(1)
     if output.ndim != 2 or output.shape[0] != count or output.shape[1] == 0:
         raise ValueError(
             f"model must return one row of numbers an example, shape ({count},) or ({count}, outputs), "
-            f"got {tuple(output.shape)}"
+            f"got {tuple(output.shape)}{'; use squeeze(-1) instead of squeeze()' if output.ndim == 0 else ''}"
         )
     if not output.is_floating_point():
         raise TypeError(f"model must return floating-point numbers, got {output.dtype}")
@@ -33,7 +35,10 @@ def check_row_independence(model: nn.Module, rows: Tensor) -> Tensor:
         try:
             together = as_rows(model(rows), len(rows))
         except (RuntimeError, IndexError) as error:
-            raise ValueError(f"X: the model cannot process rows of shape {tuple(rows.shape[1:])}: {error}") from error
+            hint = "" if rows.is_floating_point() else "; whole numbers reach the model as they are: use X.float()"
+            raise ValueError(
+                f"X: the model cannot process rows of shape {tuple(rows.shape[1:])}: {error}{hint}"
+            ) from error
         if not torch.isfinite(together).all():
             raise ValueError("model predicts NaN or infinite values")
         scale = together.abs().amax() + torch.finfo(together.dtype).tiny

@@ -1,7 +1,7 @@
 """The public classes, one file a method."""
 
 from fullcp.predictors.base import InfiniteIntervalWarning, NotFittedError, Predictor
-from fullcp.predictors.full import FullConformalRegressor
+from fullcp.predictors.full import FarFromMinimumWarning, FullConformalRegressor
 from fullcp.predictors.laplace import LaplaceRegressor
 from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
 from fullcp.predictors.refined_split import RefinedSplitConformalRegressor
@@ -9,6 +9,7 @@ from fullcp.predictors.result import PredictionIntervals
 from fullcp.predictors.split import SplitConformalRegressor
 
 __all__ = [
+    "FarFromMinimumWarning",
     "FullConformalRegressor",
     "InfiniteIntervalWarning",
     "LaplaceRegressor",

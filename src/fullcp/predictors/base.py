@@ -6,6 +6,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,9 +18,9 @@ from typing_extensions import Self
 
 from fullcp.features import Network
 from fullcp.inputs import (
-    ModelTraits,
     Rows,
     check_choice,
+    check_columns,
     check_outputs,
     check_row_shape,
     model_traits,
@@ -35,7 +36,7 @@ from fullcp.predictors.storage import Fingerprint, read_file, write_file
 from fullcp.progress import track
 from fullcp.regions import Interval, bonferroni
 
-JOINT = (None, "bonferroni")
+JOINT = ("bonferroni",)
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -72,7 +73,8 @@ class Predictor(ABC):
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The arguments of the constructor, as they are stored."""
-        names = [name for name in inspect.signature(type(self)).parameters if name != "self"]
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        names = [name for name, p in inspect.signature(type(self)).parameters.items() if p.kind not in kinds]
         return {name: getattr(self, name) for name in names}
 
     def set_params(self, **params: Any) -> Self:
@@ -85,11 +87,9 @@ class Predictor(ABC):
         return self
 
     def __repr__(self) -> str:
-        shown = {
-            "model": type(self.model).__name__,
-            **{k: repr(v) for k, v in self.get_params().items() if k != "model"},
-        }
-        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in shown.items())})"
+        shown = {"model": type(self.model).__name__}
+        shown |= {name: _brief(value) for name, value in self.get_params().items() if name != "model"}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     # Predictions
 
@@ -117,15 +117,17 @@ class Predictor(ABC):
         PredictionIntervals
             A pair (prediction, intervals) of shapes (n,) and (n, 2, L), with O outputs (n, O) and (n, 2, L, O).
         """
-        levels = read_levels(confidence_level)
+        asked = read_levels(confidence_level)
         rows = self._read_inputs(X)
-        levels = self._joint_levels(levels, joint)
-        self._warn_if_infinite(levels)
+        levels = self._joint_levels(asked, joint)
+        self._warn_if_infinite(asked, levels)
         done = [(batch.f, batch.f[:, None, None] + self._offsets(batch, levels)) for _, batch in self._batches(rows.x)]
         f, intervals = (torch.cat(parts) for parts in zip(*done, strict=True))
         if f.shape[1] == 1:
             f, intervals = f[:, 0], intervals[..., 0]
-        return PredictionIntervals(rows.origin.restore(f), rows.origin.restore(intervals))
+        return PredictionIntervals(
+            rows.origin.restore(f), rows.origin.restore(intervals), tuple(float(level) for level in asked)
+        )
 
     def predict_set(self, X: object, confidence_level: object = 0.9, *, joint: str | None = None) -> list[Any]:
         """The exact prediction set of each row, as disjoint closed intervals in order.
@@ -143,10 +145,10 @@ class Predictor(ABC):
             For each row a list of (lower, upper) pairs; with several outputs a list of such lists, one an output.
             `predict_interval` gives the convex hull.
         """
-        levels = [read_single_level(confidence_level)]
+        asked = [read_single_level(confidence_level)]
         rows = self._read_inputs(X)
-        levels = self._joint_levels(levels, joint)
-        self._warn_if_infinite(levels)
+        levels = self._joint_levels(asked, joint)
+        self._warn_if_infinite(asked, levels)
         sets: list[Any] = []
         for _, batch in self._batches(rows.x):
             for f, outputs in zip(batch.f.tolist(), self._sets(batch, levels[0]), strict=True):
@@ -166,7 +168,7 @@ class Predictor(ABC):
         """
         rows = self._read_inputs(X)
         outputs = self.network_.outputs
-        labels = read_label(y, len(rows.x), outputs, self._traits())
+        labels = read_label(y, len(rows.x), outputs, rows.x.device)
         self._check_joint(joint)
         parts = [self._p_values(batch, labels[where] - batch.f) for where, batch in self._batches(rows.x)]
         p = torch.cat(parts)
@@ -183,39 +185,44 @@ class Predictor(ABC):
         """
         self._check_fitted()
         state, facts = self._state()
-        params = {name: value for name, value in self.get_params().items() if name != "model"}
-        for name, value in params.items():
+        params = dict(self._settings)
+        for name, value in self._settings.items():
             if value is not None and not isinstance(value, (str, int, float, bool)):
                 state[f"param.{name}"] = torch.as_tensor(value)
                 params[name] = None
+        echo = self.network_.echo()
+        if echo is not None:
+            state["echo"] = echo
         header = {
             "class": type(self).__name__,
             "params": params,
             "facts": facts,
             "rows": self.n_rows_,
-            "row_shape": list(self.row_shape_),
+            "columns": self._columns,
+            "network": self.network_.facts(),
             "model": self._fingerprint.digest(),
         }
-        write_file(path, {**state, "probe": self.network_.probe}, header)
+        write_file(path, state, header)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Self:
         """Read what `save` wrote; `model` must be the network it was made with, on any device."""
-        traits = model_traits(model, trainable=cls._trainable)
+        traits = model_traits(model, trainable=False)
         header, state = read_file(path, traits.device)
         if header["class"] != cls.__name__:
             raise ValueError(f"path holds a {header['class']}, not a {cls.__name__}: {path}")
+        fingerprint = Fingerprint(model)
+        if fingerprint.digest() != header["model"]:
+            raise ValueError("model is not the one that was saved: its weights or buffers differ")
         params = header["params"]
         for key in [key for key in state if key.startswith("param.")]:
             params[key.removeprefix("param.")] = state.pop(key)
         loaded = cls(model, **params)  # type: ignore[call-arg]
-        fingerprint = Fingerprint(model)
-        if fingerprint.digest() != header["model"]:
-            raise ValueError("model is not the one that was saved: its weights or buffers differ")
-        loaded._fingerprint = fingerprint
-        loaded.n_rows_ = header["rows"]
-        loaded.row_shape_ = tuple(header["row_shape"])
-        loaded._restore(state.pop("probe"), state, header["facts"])
+        echo = state.pop("echo", None)
+        network = loaded._restore(header["network"], state, header["facts"])
+        if echo is not None and not _alike(network.echo(), echo):
+            raise ValueError("model is not the one that was saved: it has the same weights but other outputs")
+        loaded._keep(network, header["rows"], header["columns"], fingerprint)
         return loaded
 
     # What a method must say
@@ -238,8 +245,8 @@ class Predictor(ABC):
         """Tensors and JSON facts from which `_restore` brings everything back."""
 
     @abstractmethod
-    def _restore(self, probe: Tensor, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Take up what `_state` gave; `probe` are the rows that the network was probed with."""
+    def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
+        """Take up what `_state` gave; `network` are the facts about the network, which is returned."""
 
     def _needs_gradients(self) -> bool:
         return True
@@ -258,24 +265,22 @@ class Predictor(ABC):
 
     # Helpers
 
-    def _traits(self) -> ModelTraits:
-        return model_traits(self.model, trainable=self._trainable)
-
     def _budget(self) -> int:
         return parse_memory(self.memory)
 
     def _read_data(self, X: object, y: object, *, least: int = 2) -> Rows:
-        """Check the data of a fit; a single row carries no spread."""
+        """Check the data of a fit and copy them; a single row carries no spread."""
         self._budget()
-        rows = read_rows(X, y, self._traits())
+        rows = read_rows(X, y, model_traits(self.model, trainable=self._trainable), copy=True)
         if len(rows.x) < least:
             raise ValueError(f"X has {len(rows.x)} row, at least {least} are needed")
         return rows
 
     def _read_inputs(self, X: object) -> Rows:
         self._check_fitted()
-        rows = read_inputs(X, self._traits())
-        check_row_shape(rows.x, self.row_shape_)
+        rows = read_inputs(X, model_traits(self.model, trainable=False))
+        check_row_shape(rows.x, self.network_.row_shape)
+        check_columns(rows.columns, self._columns)
         return rows
 
     def _check_targets(self, network: Network, rows: Rows) -> Tensor:
@@ -283,12 +288,15 @@ class Predictor(ABC):
         check_outputs(network.outputs, rows.y)
         return rows.y
 
-    def _keep(self, network: Network, rows: Rows) -> None:
+    def _keep(
+        self, network: Network, rows: int, columns: list[str] | None, fingerprint: Fingerprint | None = None
+    ) -> None:
         """Remember what predictions rest on; called last, so that a failed fit leaves no half of one."""
         self.network_ = network
-        self.n_rows_ = len(rows.x)
-        self.row_shape_: tuple[int, ...] = tuple(rows.x.shape[1:])
-        self._fingerprint = Fingerprint(self.model)
+        self.n_rows_ = rows
+        self._columns = columns
+        self._fingerprint = fingerprint or Fingerprint(self.model)
+        self._settings = {name: deepcopy(value) for name, value in self.get_params().items() if name != "model"}
 
     def _is_fitted(self) -> bool:
         return hasattr(self, "network_")
@@ -301,20 +309,23 @@ class Predictor(ABC):
                 f"{type(self).__name__}: the model has changed since {self._first_step}; call it again on the new model"
             )
 
-    def _warn_if_infinite(self, levels: list[Fraction]) -> None:
-        """Warn for the highest level whose intervals are infinite for want of rows."""
-        short = [level for level in levels if self.n_rows_ < self._rows_needed(level)]
+    def _warn_if_infinite(self, asked: list[Fraction], levels: list[Fraction]) -> None:
+        """Warn for the highest level asked for whose intervals are infinite for want of rows."""
+        needed = [self._rows_needed(level) for level in levels]
+        short = [(level, rows) for level, rows in zip(asked, needed, strict=True) if self.n_rows_ < rows]
         if short:
+            level, rows = max(short)
+            joint = f" (with {self.network_.outputs} outputs at once)" if asked != levels else ""
             warnings.warn(
-                f"confidence_level {float(max(short)):.6g} needs at least {self._rows_needed(max(short))} rows to "
-                f"conformalize on, there are {self.n_rows_}: its intervals are infinite",
+                f"confidence_level {float(level):.6g}{joint} needs at least {rows} rows to conformalize on, there are "
+                f"{self.n_rows_}: its intervals are infinite",
                 InfiniteIntervalWarning,
                 stacklevel=3,
             )
 
     def _check_joint(self, joint: object) -> None:
         if joint is not None:
-            check_choice("joint", joint, [choice for choice in JOINT if choice])
+            check_choice("joint", joint, JOINT, none=True)
 
     def _joint_levels(self, levels: list[Fraction], joint: str | None) -> list[Fraction]:
         self._check_joint(joint)
@@ -334,6 +345,21 @@ class Predictor(ABC):
                     f"model predicts NaN or infinite values in rows {where.start} to {where.stop - 1} of X"
                 )
             yield where, Batch(self._center(f.double(), phi), phi)
+
+
+def _brief(value: Any) -> str:
+    """A short repr: an array by its length."""
+    size = getattr(value, "numel", lambda: getattr(value, "size", 1))()
+    if isinstance(value, (list, tuple)):
+        size = len(value)
+    return repr(value) if not isinstance(size, int) or size <= 8 else f"<{size} values>"
+
+
+def _alike(found: Tensor | None, expected: Tensor) -> bool:
+    """Whether two echoes are of one network: other devices and versions round otherwise, no more."""
+    if found is None or found.shape != expected.shape:
+        return False
+    return bool((found - expected).abs().amax() <= 1e-2 * (expected.abs().amax() + 1e-12))
 
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +12,7 @@ from typing_extensions import Self
 
 from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, restore_full
 from fullcp.engine import Engine
-from fullcp.features import FeatureRows, Jacobian
+from fullcp.features import FeatureRows, Jacobian, Network
 from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
@@ -20,6 +21,13 @@ from fullcp.regions import Interval, rows_needed
 
 # Absolute residuals give the smaller sets with few rows: signed ones cost a rank at each end.
 _MOST_ROWS_FOR_ABSOLUTE = 5000
+# Networks trained for long with the l2 they are given lie below 0.1; raw targets, an l2 that is not the one of the
+# training, or a stop after a few epochs give 0.7 and more.
+_FAR = 0.5
+
+
+class FarFromMinimumWarning(UserWarning):
+    """The network is not near a minimum of the penalised loss with the l2 given."""
 
 
 class FullConformalRegressor(Predictor):
@@ -39,7 +47,7 @@ class FullConformalRegressor(Predictor):
     score : "studentized", "standard" or "deleted"
     residuals : "auto", "absolute" or "signed"
         "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
-    l2 : float, or array of one value a parameter tensor or one a parameter
+    l2 : float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale. For a network trained with the mean of (y - f)^2 and weight decay w on N rows
         it is N w / 2; with the mean of (y - f)^2 / 2 it is N w.
     refine : bool
@@ -53,6 +61,9 @@ class FullConformalRegressor(Predictor):
     curvature_ : the fitted curvature; its `name` says which form was taken.
     residuals_ : "absolute" or "signed", what "auto" came to.
     n_rows_ : number of training rows.
+    leverages_ : training leverages.
+    shift_ : how far the network is from a minimum for this l2: the root mean square change of the training
+        predictions that refinement makes, as a multiple of the residuals after it.
 
     Examples
     --------
@@ -104,11 +115,16 @@ class FullConformalRegressor(Predictor):
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
         curvature = fit_curvature(features, self.curvature, self.l2)
         e = y_checked - features.predictions
-        step = None
+        step, refined = refine(curvature, features, e, self.l2)
+        shift = float((refined - e).square().mean().sqrt() / refined.square().mean().sqrt().clamp(min=1e-300))
+        slack = curvature.slack()
         if self._is_refined():
-            step, e = refine(curvature, features, e, self.l2)
-        self._assemble(curvature, features, e, curvature.slack(), step, residuals)
-        self._keep(jacobian, rows)
+            self._assemble(curvature, features, refined, slack, step, residuals)
+        else:
+            self._assemble(curvature, features, e, slack, None, residuals)
+            self._warn_if_far(shift)
+        self.shift_ = shift
+        self._keep(jacobian, len(rows.x), rows.columns)
         return self
 
     @property
@@ -134,6 +150,17 @@ class FullConformalRegressor(Predictor):
         parts = [self._engine.score_lines(_phi(batch)) for _, batch in self._batches(rows.x)]
         A, B, b = (rows.origin.restore(torch.cat(tensors)) for tensors in zip(*parts, strict=True))
         return A, B, b
+
+    def _warn_if_far(self, shift: float) -> None:
+        """The closed forms are about a network at the minimum for its l2; say so where this one is not near it."""
+        if shift > _FAR:
+            warnings.warn(
+                "the network is far from a minimum for this l2: the step to it moves the training predictions by "
+                f"{shift:.2g} times the residuals that it leaves. Intervals may be too wide or too narrow: check l2 "
+                "(in sum scale), standardise X and y, train longer, or pass refine=True",
+                FarFromMinimumWarning,
+                stacklevel=3,
+            )
 
     def _check_choices(self) -> None:
         check_choice("curvature", self.curvature, STRUCTURES)
@@ -198,14 +225,15 @@ class FullConformalRegressor(Predictor):
         }
         if self._step is not None:
             state["step"] = self._step
-        return state, {"residuals": self.residuals_}
+        return state, {"residuals": self.residuals_, "shift": self.shift_}
 
-    def _restore(self, probe: Tensor, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        jacobian = Jacobian(self.model, probe)
+    def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
+        jacobian = Jacobian(self.model, facts=network)
         features = FeatureRows(jacobian, state["x"], memory=self._budget())
         curvature = restore_full(features, self.l2, state)
         self._assemble(curvature, features, state["e"], state["slack"], state.get("step"), facts["residuals"])
-        self.network_ = jacobian
+        self.shift_ = facts["shift"]
+        return jacobian
 
 
 def _phi(batch: Batch) -> Tensor:

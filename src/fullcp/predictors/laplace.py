@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.curvature import STRUCTURES
+from fullcp.features import Network
 from fullcp.inputs import check_choice, read_label, read_levels
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.predictors.posterior import Posterior
@@ -28,7 +29,7 @@ class LaplaceRegressor(Predictor):
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto" or "full"
-    l2 : float, or array of one value a parameter tensor or one a parameter
+    l2 : float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale; sigma^2 times the prior precision.
     noise : float or None
         Standard deviation sigma of the observation noise; None takes the root mean squared training residual.
@@ -82,7 +83,7 @@ class LaplaceRegressor(Predictor):
         residuals = self._check_targets(posterior.jacobian, rows) - posterior.features.predictions
         self.noise_ = float(residuals.square().mean().sqrt()) if noise is None else noise
         self._posterior, self.curvature_ = posterior, posterior.curvature
-        self._keep(posterior.jacobian, rows)
+        self._keep(posterior.jacobian, len(rows.x), rows.columns)
         return self
 
     def ellipsoid_volume(self, X: object, confidence_level: object = 0.9) -> Any:
@@ -103,7 +104,7 @@ class LaplaceRegressor(Predictor):
         levels = read_levels(confidence_level)
         rows = self._read_inputs(X)
         O = self.network_.outputs
-        labels = read_label(y, len(rows.x), O, self._traits())
+        labels = read_label(y, len(rows.x), O, rows.x.device)
         radii = torch.tensor([chi_square_quantile(float(level), O) for level in levels]).double()
         distances = []
         for where, batch in self._batches(rows.x):
@@ -140,11 +141,11 @@ class LaplaceRegressor(Predictor):
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self._posterior.state(), {"noise": self.noise_}
 
-    def _restore(self, probe: Tensor, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        self._posterior = Posterior.restore(self.model, probe, self.l2, self._budget(), state)
+    def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
+        self._posterior = Posterior.restore(self.model, network, self.l2, self._budget(), state)
         self.curvature_ = self._posterior.curvature
         self.noise_ = float(facts["noise"])
-        self.network_ = self._posterior.jacobian
+        return self._posterior.jacobian
 
 
 def chi_square_quantile(level: float, freedom: int) -> float:

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from fullcp.curvature import STRUCTURES
 from fullcp.features import Network
 from fullcp.influence import RESIDUALS
-from fullcp.inputs import check_choice, check_outputs, check_row_shape
+from fullcp.inputs import check_choice, check_columns, check_outputs, check_row_shape
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, NotFittedError
 from fullcp.predictors.posterior import Posterior
 from fullcp.predictors.split import SplitConformalRegressor
@@ -28,7 +28,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto" or "full"
-    l2 : float, or array of one value a parameter tensor or one a parameter
+    l2 : float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
     residuals : "absolute" or "signed"
     memory : str or int
@@ -84,7 +84,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         if hasattr(self, "network_"):
             del self.network_  # calibration on another curvature holds no longer
         self._posterior = posterior
-        self._fit_row_shape = tuple(rows.x.shape[1:])
+        self._fit_columns = rows.columns
         self.curvature_ = posterior.curvature
         return self
 
@@ -103,7 +103,8 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         if not self._posterior.fingerprint.matches(self.model):
             raise NotFittedError(f"{type(self).__name__}: the model has changed since fit; call fit again")
         rows = self._read_data(X, y)
-        check_row_shape(rows.x, self._fit_row_shape)
+        check_row_shape(rows.x, self._posterior.jacobian.row_shape)
+        check_columns(rows.columns, self._fit_columns)
         assert rows.y is not None
         check_outputs(self._posterior.jacobian.outputs, rows.y)
         self._calibrate(self._posterior.jacobian, rows)
@@ -124,9 +125,9 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         tensors, facts = super()._state()
         return {**tensors, **self._posterior.state()}, facts
 
-    def _restore(self, probe: Tensor, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        super()._restore(probe, state, facts)
-        self._posterior = Posterior.restore(self.model, probe, self.l2, self._budget(), state)
-        self._fit_row_shape = self.row_shape_
+    def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
+        super()._restore(network, state, facts)
+        self._posterior = Posterior.restore(self.model, network, self.l2, self._budget(), state)
+        self._fit_columns = None
         self.curvature_ = self._posterior.curvature
-        self.network_ = self._posterior.jacobian
+        return self._posterior.jacobian

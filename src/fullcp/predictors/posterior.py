@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,11 @@ class Posterior:
         return {**rows, **self.curvature.state()}
 
     @classmethod
-    def restore(cls, model: nn.Module, probe: Tensor, l2: object, memory: int, state: dict[str, Tensor]) -> Posterior:
-        """Bring back what `state` gave."""
-        jacobian = Jacobian(model, probe)
-        features = FeatureRows(jacobian, state.get("x", probe), memory=memory)
+    def restore(
+        cls, model: nn.Module, facts: dict[str, Any], l2: object, memory: int, state: dict[str, Tensor]
+    ) -> Posterior:
+        """Bring back what `state` gave; `facts` are those about the network."""
+        jacobian = Jacobian(model, facts=facts)
+        rows = state.get("x", torch.empty(0, *jacobian.row_shape, device=next(iter(state.values())).device))
+        features = FeatureRows(jacobian, rows, memory=memory)
         return cls(jacobian, features, restore_full(features, l2, state), Fingerprint(model))

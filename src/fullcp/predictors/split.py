@@ -76,7 +76,8 @@ class SplitConformalRegressor(Predictor):
         if not torch.isfinite(e).all():
             raise ValueError("model predicts NaN or infinite values on the rows of X")
         self._e, self._normaliser = e, normaliser
-        self._keep(network, rows)
+        self._residuals = self.residuals
+        self._keep(network, len(rows.x), rows.columns)
 
     def _evaluate(self, network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
         """Predictions and normalisers of calibration rows, float64 (n, O)."""
@@ -94,7 +95,7 @@ class SplitConformalRegressor(Predictor):
         at = self._normaliser_at(batch)
         outputs = []
         for e, n, to in zip(self._e.T, self._normaliser.T, at.T, strict=True):
-            if self.residuals == "signed":
+            if self._residuals == "signed":
                 outputs.append(split_signed_intervals(e, n, to, levels))
             else:
                 half = split_half_widths(e, n, to, levels)
@@ -104,14 +105,14 @@ class SplitConformalRegressor(Predictor):
     def _p_values(self, batch: Batch, r: Tensor) -> Tensor:
         at = self._normaliser_at(batch)
         columns = zip(self._e.T, self._normaliser.T, r.T, at.T, strict=True)
-        return torch.stack([split_p_values(e, n, ro, to, self.residuals) for e, n, ro, to in columns], dim=1)
+        return torch.stack([split_p_values(e, n, ro, to, self._residuals) for e, n, ro, to in columns], dim=1)
 
     def _rows_needed(self, level: Fraction) -> int:
-        return rows_needed(level, self.residuals)
+        return rows_needed(level, self._residuals)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {"e": self._e, "normaliser": self._normaliser}, {}
+        return {"e": self._e, "normaliser": self._normaliser}, {"residuals": self._residuals}
 
-    def _restore(self, probe: Tensor, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        self._e, self._normaliser = state["e"], state["normaliser"]
-        self.network_ = Network(self.model, probe)
+    def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
+        self._e, self._normaliser, self._residuals = state["e"], state["normaliser"], facts["residuals"]
+        return Network(self.model, facts=network)

@@ -32,7 +32,7 @@ def train(
     model : (n, ...) -> (n,) or (n, O)
     X : array, tensor or frame (N, ...), or a DataLoader of (inputs, targets)
     y : (N,) or (N, O); left out with a DataLoader
-    l2 : float, or array of one value a parameter tensor or one a parameter
+    l2 : float, or array of one value per parameter tensor or per parameter
     epochs, batch_size : int
         The last, smaller batch of an epoch is used too.
     learning_rate : (first, last)
