@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fullcp
+from fullcp.inputs import read_levels
 from fullcp.memory import parse_memory
 
 X, y = np.random.default_rng(0).normal(size=(30, 3)), np.random.default_rng(1).normal(size=30)
@@ -140,6 +144,48 @@ def test_true_and_false_are_numbers_in_inputs():
     for form in (frame, frame.astype(object), frame.astype({"a": "boolean", "c": "Int64"})):
         assert np.array_equal(full(model=model).conformalize(form, y).predict(form), expected)
     assert full().conformalize(torch.from_numpy(X > 0), y).predict(X > 0).shape == (30,)
+
+
+def test_unusual_arrays():
+    expected = full(model=(model := nn.Linear(3, 1))).conformalize(X, y).predict(X)
+    record = np.zeros(30, dtype=[("pad", "i1"), ("x", "f8", (3,))])
+    record["x"] = X
+    for form in (X.astype(np.longdouble), X.astype(">f8"), record["x"], X[::-1][::-1], np.asfortranarray(X)):
+        np.testing.assert_allclose(full(model=model).conformalize(form, y).predict(form), expected, atol=1e-6)
+    masked = np.ma.MaskedArray(X, mask=np.zeros_like(X, dtype=bool))
+    np.testing.assert_allclose(full(model=model).conformalize(masked, y).predict(masked), expected)
+    masked.mask[7, 1] = True
+    with pytest.raises(ValueError, match=r"X contains NaN .* row 7"):
+        full().conformalize(masked, y)
+
+
+def test_loaders_whose_rows_nobody_could_tell_apart():
+    data = TensorDataset(torch.from_numpy(X).float(), torch.from_numpy(y).float())
+    cp = full().conformalize(DataLoader(data, batch_size=8, shuffle=True))
+    with pytest.raises(ValueError, match="X: the DataLoader shuffles"):
+        cp.predict(DataLoader(data, batch_size=8, shuffle=True))
+    with pytest.raises(TypeError, match="X: the DataLoader must yield batches, give it a batch_size"):
+        full().conformalize(DataLoader(data, batch_size=None))
+
+
+@pytest.mark.parametrize(
+    ("level", "fraction"),
+    [
+        (0.9, "9/10"),
+        (5 / 6, "5/6"),
+        (19 * 0.05, "19/20"),
+        (1 - 0.1 / 4, "39/40"),
+        (np.float32(0.95), "19/20"),
+        (np.array(0.9), "9/10"),
+        (torch.tensor(0.9, dtype=torch.float64), "9/10"),
+        (Fraction(2, 3), "2/3"),
+        (Decimal("0.99"), "99/100"),
+        (0.9999999, "9999999/10000000"),
+    ],
+)
+def test_levels_are_the_numbers_that_were_meant(level, fraction):
+    assert read_levels(level) == [Fraction(fraction)]
+    assert read_levels([level, 0.5]) == [Fraction(fraction), Fraction(1, 2)]
 
 
 def test_messages_tell_the_way_out():

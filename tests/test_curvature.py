@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fullcp.curvature import NotPositiveDefiniteError, expand_l2
-from fullcp.curvature.full import cheaper_form, fit_full, restore_full
+from fullcp.curvature.full import fit_full, restore_full
 from fullcp.features import FeatureRows, Jacobian
 from reference import dense_jacobian
 
@@ -167,9 +167,35 @@ def test_primal_and_dual_agree(rows, hidden, outputs, l2, seed):
     assert_same(results[0], results[1], 1e-8)
 
 
-def test_the_cheaper_form_is_taken():
-    assert cheaper_form(10_000, 100) == "primal"
-    assert cheaper_form(100, 10_000) == "dual"
+@pytest.mark.parametrize("l2", [1e-2, 1e-6, 1e-10])
+@pytest.mark.parametrize("size", [11, 12, 30])
+def test_refinement_keeps_its_digits(size, l2):
+    """Against 60-digit arithmetic: far from the minimum, with residuals that shrink with l2."""
+    mp = pytest.importorskip("mpmath")
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(12, size, generator=generator, dtype=torch.float64)
+    e, theta = torch.randn(12, 1, generator=generator).double(), torch.randn(size, generator=generator).double()
+    model = nn.Linear(size, 1, bias=False).double()
+    curvature = fit_full(FeatureRows(Jacobian(model, X), X, memory=10**8), l2)
+    step, refined = curvature.refine(e, theta)
+    with mp.workdps(60):
+        A, t = mp.matrix(X.tolist()), mp.matrix(theta.tolist())
+        targets = mp.matrix(e[:, 0].tolist()) + A * t
+        solution = mp.lu_solve(A.T * A + mp.mpf(l2) * mp.eye(size), A.T * targets)
+        left, change = targets - A * solution, solution - t
+        left, change = ([float(value) for value in vector] for vector in (left, change))
+    scale = max(map(abs, left))
+    torch.testing.assert_close(
+        refined[:, 0], torch.tensor(left, dtype=torch.float64), rtol=0, atol=1e-9 * scale + 1e-13
+    )
+    if size > 12:
+        torch.testing.assert_close(refined[:, 0], torch.tensor(left, dtype=torch.float64), rtol=1e-9, atol=0)
+    torch.testing.assert_close(step, torch.tensor(change, dtype=torch.float64), rtol=1e-6, atol=1e-9)
+    rough = curvature.refine(e, theta, exactly=False)[1]
+    torch.testing.assert_close(rough, refined, rtol=1e-3, atol=1e-3)
+
+
+def test_the_smaller_form_is_taken():
     _, _, tall = problem(rows=60, hidden=3)
     _, _, wide = problem(rows=6, hidden=9)
     assert fit_full(tall, 1.0).name == "full, primal"

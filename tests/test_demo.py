@@ -84,6 +84,8 @@ def test_data():
     np.testing.assert_allclose(scaled.mean(0), 0, atol=1e-12)
     np.testing.assert_allclose(scaled.std(0), 1)
     np.testing.assert_allclose(scaler.inverse(scaled), X)
+    constant = Standardizer.of(np.full((100, 2), 0.1))
+    np.testing.assert_allclose(constant.transform([[0.1, 0.2]]), [[0.0, 0.1]], atol=1e-12)
     x, t = one_dimensional(50)
     assert x.shape == (50, 1)
     assert not ((x > -1) & (x < 1.2)).any()

@@ -71,6 +71,11 @@ def test_coverage_band_is_beta_binomial():
     assert np.mean(draws <= high) >= 0.95 - 0.01
 
 
+def test_coverage_band_of_many_repeats_narrows_around_the_mean():
+    low, high = evaluation.coverage_band(1000, 10000, 0.9, repeats=100)
+    assert 0.895 < low < 901 / 1001 < high < 0.905
+
+
 def test_split_coverage_follows_the_band():
     """The law itself: coverage of split-CP on exchangeable data, given the calibration rows."""
     rng = np.random.default_rng(0)

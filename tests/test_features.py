@@ -71,13 +71,79 @@ class InPlace(nn.Module):
         return self.last(self.first(x).tanh_())
 
 
-@pytest.mark.parametrize(("module", "way"), [(Outside, "torch.func"), (InPlace, "linear layers")])
-def test_modules_that_could_fool_the_hooks(module, way):
+class FaintlyOutside(Outside):
+    """The same, with gradients that are small beside those of another layer."""
+
+    def forward(self, x):
+        return 1e6 * self.last(torch.tanh(self.first(x))) + F.linear(x, self.first.weight).sum(1, keepdim=True)
+
+
+class Unregistered(nn.Module):
+    """Parameters under a second reference of its own: torch.func does not replace these."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 1)
+        self.own = [self.first.weight, self.last.weight]
+
+    def forward(self, x):
+        return F.linear(torch.tanh(F.linear(x, self.own[0])), self.own[1]) + self.last.bias + self.first.bias.sum()
+
+
+class Sorts(nn.Module):
+    """Sorts its rows on the way in and back on the way out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return self.last(torch.tanh(self.first(x[order])))[order.argsort()]
+
+
+@pytest.mark.parametrize(
+    ("module", "way"),
+    [
+        (Outside, "torch.func"),
+        (FaintlyOutside, "torch.func"),
+        (Unregistered, "a loop over rows"),
+        (Sorts, "torch.func"),
+        (InPlace, "linear layers"),
+    ],
+)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_modules_that_could_fool_the_fast_ways(module, way, ordered):
     torch.manual_seed(0)
     model, X = module().double(), torch.randn(9, 5, dtype=torch.float64)
-    jacobian = Jacobian(model, X)
+    jacobian = Jacobian(model, X[X[:, 0].argsort()] if ordered else X)
     assert jacobian.way == way
     torch.testing.assert_close(jacobian(X)[1], dense_jacobian(model, X)[1])
+
+
+def test_routes_that_the_probe_did_not_take():
+    """Experts see some of the rows only: the linear path finds out at run time and leaves it to torch.func."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 1), nn.Linear(5, 1)
+
+        def forward(self, x):
+            first = x[:, 0] > 0
+            if bool(first.all()):
+                return self.one(x)
+            f = x.new_empty(len(x), 1)
+            f[first], f[~first] = self.one(x[first]), self.two(x[~first])
+            return f
+
+    torch.manual_seed(0)
+    model, X = Experts().double(), torch.randn(9, 5, dtype=torch.float64)
+    jacobian = Jacobian(model, X.abs())
+    assert jacobian.way == "linear layers"
+    with pytest.raises((RuntimeError, ValueError)):  # data-dependent routes are beyond vmap, and it says so
+        jacobian(X)
+    torch.testing.assert_close(Jacobian(model, X)(X)[1], dense_jacobian(model, X)[1])
 
 
 def test_only_parameters_with_requires_grad_count():
@@ -138,6 +204,40 @@ def test_module_is_left_as_it_was(training, caller):
         assert torch.equal(value, after["state"][key])
     expected = copy.deepcopy(model).eval()(X)
     torch.testing.assert_close(f, expected.detach())  # dropout off, running statistics used
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw, in attributes of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.last = nn.Linear(5, 1), 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = self.layer(x)
+        self.new = self.last.exp()
+        return self.last
+
+
+def test_attributes_are_as_before():
+    model, X = Remembers().double(), torch.randn(9, 5, dtype=torch.float64)
+    model(X)
+    kept = model.last
+    Jacobian(model, X)(X)
+    assert model.calls == 1
+    assert model.last is kept
+    del model.new
+    Jacobian(model, X)(X)
+    assert not hasattr(model, "new")
+
+
+def test_layers_that_write_to_their_weights():
+    model = nn.Sequential(nn.Embedding(7, 3, max_norm=0.5), nn.Flatten(), nn.Linear(6, 1)).double()
+    before = copy.deepcopy(model.state_dict())
+    X = torch.randint(0, 7, (9, 2))
+    Jacobian(model, X)(X)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 def test_module_is_restored_after_an_error():

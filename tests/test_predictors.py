@@ -119,6 +119,19 @@ class TestContract:
         p = cp.p_value(X, y)
         assert ((p > 0) & (p <= 1)).all()
 
+    def test_ends_of_intervals_belong_to_them(self, name):
+        """Rounding of f + r must not push an end's p-value below the threshold."""
+        for scale in (1.0, 1e6):
+            X = scale * data(rows=200, seed=5)[0]
+            cp = build(name)
+            for level in LEVELS:
+                intervals = cp.predict_interval(X, level).intervals[:, :, 0]
+                for end in intervals.unbind(1):
+                    if name == "laplace":  # a continuous p-value: on the threshold, to rounding
+                        torch.testing.assert_close(cp.p_value(X, end), torch.full((200,), 1 - level).double())
+                    else:
+                        assert (cp.p_value(X, end) > 1 - level + 1e-12).all()
+
     def test_kinds_of_data_agree(self, name):
         kind, arguments, give = PREDICTORS[name]
         X, y = data()
@@ -389,6 +402,93 @@ def test_normalized_split_by_hand():
     torch.testing.assert_close(result.lower[:, 0], result.prediction - q * spread)
 
 
+def test_point_predictions_need_no_gradients(monkeypatch):
+    cp, X = build("full"), data()[0]
+    expected = cp.predict(X)
+    monkeypatch.setattr(type(cp.network_), "__call__", None)
+    assert torch.equal(cp.predict(X), expected)
+
+
+def test_array_penalties_are_saved_in_full(tmp_path):
+    cp = build("full, dual", l2=[0.1, 0.2, 0.3, 0.7])
+    cp.save(tmp_path / "cp")
+    loaded = fullcp.FullConformalRegressor.load(tmp_path / "cp", cp.model)
+    assert loaded.l2.tolist() == [0.1, 0.2, 0.3, 0.7]
+
+
+class Checks(nn.Module):
+    """Takes counts only, and scales by a buffer that no state_dict holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("unit", torch.ones(()), persistent=False)
+
+    def forward(self, x):
+        assert (x >= 0).all(), "inputs are counts"
+        return self.layer(x) * self.unit
+
+
+def test_networks_that_refuse_made_up_rows_can_be_saved(tmp_path):
+    X, y = data()
+    cp = fullcp.FullConformalRegressor(Checks()).conformalize(X.abs(), y)
+    cp.save(tmp_path / "cp")
+    loaded = fullcp.FullConformalRegressor.load(tmp_path / "cp", cp.model)
+    assert torch.equal(loaded.predict_interval(X.abs()).intervals, cp.predict_interval(X.abs()).intervals)
+    cp.model.unit.mul_(3.0)
+    with pytest.raises(fullcp.NotFittedError, match="the model has changed"):
+        cp.predict_interval(X.abs())
+
+
+class Root(nn.Module):
+    """A square root: finite at zero, with an infinite slope."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        nn.init.constant_(self.layer.bias, 0.0)
+
+    def forward(self, x):
+        return self.layer(x).abs().sqrt()
+
+
+@pytest.mark.parametrize("name", [name for name in PREDICTORS if "full" in name or "normalized" in name])
+def test_gradients_that_are_no_numbers_are_refused(name):
+    kind, arguments, give = PREDICTORS[name]
+    X, y = data()
+    arguments = {key: value for key, value in arguments.items() if key != "l2"}
+    cp = give(kind(Root(), **arguments), X, y)
+    X_new = X[:9].clone()
+    X_new[4] = 0.0
+    for call in (cp.predict_interval, cp.predict_set, lambda x: cp.p_value(x, 0.0)):
+        with pytest.raises(ValueError, match="NaN or infinite gradients at row 4 of X"):
+            call(X_new)
+    if not arguments.get("refine"):
+        assert cp.predict(X_new)[4] == 0
+    X[60] = 0.0
+    X[10] = 0.0
+    with pytest.raises(ValueError, match="NaN or infinite gradients at row"):
+        give(kind(Root(), **arguments), X, y)
+
+
+@pytest.mark.parametrize("name", [name for name in PREDICTORS if name not in {"split", "split, signed"}])
+def test_leverages_that_overflow_are_refused(name):
+    kind, arguments, give = PREDICTORS[name]
+    X, y = data(dtype=torch.float64)
+    arguments = {key: value for key, value in arguments.items() if key != "l2"}
+    cp = give(kind(nn.Linear(4, 1).double(), **arguments), X, y)
+    X_new = X[:3].clone()
+    X_new[1] = 1e160
+    with pytest.raises(ValueError, match="NaN or infinite leverages at a row of X"):
+        cp.predict_interval(X_new)
+
+
+def test_laplace_needs_noise():
+    model, (X, _) = network(), data()
+    with pytest.raises(ValueError, match="noise cannot be taken from training residuals that are all zero"):
+        fullcp.LaplaceRegressor(model).fit(X, model(X).detach())
+
+
 def test_split_works_on_frozen_networks():
     X, y = data()
     model = network().requires_grad_(False)
@@ -415,7 +515,7 @@ def test_a_network_far_from_its_minimum_is_told():
         fullcp.RefinedSplitConformalRegressor(model).conformalize(X, 100 * y)
         fullcp.training.train(model, X, y, epochs=400)
         trained = fullcp.FullConformalRegressor(model).conformalize(X, y)
-    assert refined.shift_ == raw.shift_
+    assert refined.shift_ == pytest.approx(raw.shift_)
     assert trained.shift_ < 0.2
 
 
@@ -438,12 +538,17 @@ def test_leverages():
     assert fullcp.FullConformalRegressor(network(2)).conformalize(X, y).leverages_.shape == (70, 2, 2)
 
 
-def test_integer_tokens_reach_an_embedding():
+def test_integer_tokens_reach_an_embedding(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 3), nn.Flatten(), nn.Linear(12, 1))
     X = torch.randint(0, 10, (60, 4))
     cp = fullcp.FullConformalRegressor(model).conformalize(X, torch.randn(60))
+    cp.save(tmp_path / "cp")
+    fullcp.FullConformalRegressor.load(tmp_path / "cp", model)
     assert torch.isfinite(cp.predict_interval(X, 0.9).intervals).all()
+
+    as_numpy = fullcp.FullConformalRegressor(model).conformalize(X.numpy(), torch.randn(60))
+    assert np.array_equal(as_numpy.predict(X.numpy()), cp.predict(X).numpy())
 
 
 def test_compiled_modules_are_unwrapped():

@@ -106,7 +106,7 @@ def test_split_p_values_agree_with_the_intervals(N, seed, residuals):
     e, n = torch.from_numpy(rng.normal(size=N).round(1)), torch.from_numpy(rng.uniform(0.5, 2, size=N))
     at = torch.from_numpy(rng.uniform(0.5, 2, size=40))
     r = torch.from_numpy(rng.normal(size=40) * 2)
-    p = regions.split_p_values(e, n, r, at, residuals)
+    p = regions.split_p_values(e, n, torch.zeros(40).double(), r, at, residuals)
     for level in ("0.5", "0.8", "0.9"):
         level = Fraction(level)
         if residuals == "absolute":
@@ -119,9 +119,10 @@ def test_split_p_values_agree_with_the_intervals(N, seed, residuals):
 
 def test_ties_count_in_p_values():
     left, right = torch.tensor([[-2.0, -1.0, 3.0]]).double(), torch.tensor([[2.0, 1.0, -3.0]]).double()
+    f = torch.ones(1).double()
     # The third point counts outside of (-3, 3) only.
     for r, expected in ((0.0, 3), (1.0, 3), (1.5, 2), (2.0, 2), (2.5, 1), (-3.0, 2), (3.0, 2)):
-        assert regions.absolute_p_values(left, right, torch.tensor([r]).double()).item() == expected / 4
+        assert regions.absolute_p_values(left, right, f, f + r).item() == expected / 4
     lower = torch.tensor([[-1.0, 0.0, 2.0]]).double()
     for r, expected in ((0.0, 1.0), (-1.0, 1.0), (-1.5, 0.5), (2.0, 1.0), (2.5, 0.5)):
-        assert regions.signed_p_values(lower, lower, torch.tensor([r]).double()).item() == expected
+        assert regions.signed_p_values(lower, lower, f, f + r).item() == expected

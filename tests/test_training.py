@@ -70,6 +70,12 @@ def test_flat_and_several_outputs():
     assert losses[-1] < losses[0]
 
 
+def test_a_last_row_alone_is_no_batch():
+    """BatchNorm cannot train on one row: 33 rows in batches of 32 are one batch."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    assert len(train(model, X[:33], y[:33], epochs=2, batch_size=32)) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [

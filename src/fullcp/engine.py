@@ -10,6 +10,7 @@ from torch import Tensor
 from fullcp.curvature import Curvature
 from fullcp.features import FeatureRows
 from fullcp.influence import absolute_changepoints, score_lines, signed_changepoints, signed_changepoints_blocks
+from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
 from fullcp.regions import (
     Interval,
@@ -73,11 +74,11 @@ class Engine:
         left, right = self._changepoints(phi)
         return [[absolute_set(a, b, level)] for a, b in zip(left[0], right[0], strict=True)]
 
-    def p_values(self, phi: Tensor, r: Tensor) -> Tensor:
-        """Conformal p-values of labels r = y - f, (m, O)."""
+    def p_values(self, phi: Tensor, f: Tensor, y: Tensor) -> Tensor:
+        """Conformal p-values of labels y (m, O) where f (m, O) is predicted: (m, O)."""
         lower, upper = self._changepoints(phi)
         value = absolute_p_values if self.residuals == "absolute" else signed_p_values
-        return torch.stack([value(lower[o], upper[o], r[:, o]) for o in range(r.shape[1])], dim=1)
+        return torch.stack([value(lower[o], upper[o], f[:, o], y[:, o]) for o in range(y.shape[1])], dim=1)
 
     def score_lines(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A, B (m, N) and b (m,) of one output, see `influence.score_lines`."""
@@ -88,6 +89,7 @@ class Engine:
     def _changepoints(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Both kinds of changepoint, (O, m, N) each; one and the same tensor where they are equal."""
         query = self.curvature.query(phi)
+        check_all_finite(None, {"leverages": query.leverage})
         N, O = self.e.shape
         lower = phi.new_empty(O, len(phi), N, dtype=torch.float64)
         upper = lower

@@ -211,13 +211,9 @@ def _beta_parameters(rows: int, confidence_level: SupportsFloat) -> tuple[int, i
 
 
 def _power_of_law(law: Array, times: int) -> Array:
-    """The law of the sum of `times` independent draws, by repeated squaring of exact convolutions."""
-    result = np.ones(1)
-    while times:
-        if times % 2:
-            result = np.convolve(result, law)
-        law, times = np.convolve(law, law) if times > 1 else law, times // 2
-    return result
+    """The law of the sum of `times` independent draws: a power of its Fourier transform."""
+    length = (len(law) - 1) * times + 1
+    return np.fft.irfft(np.fft.rfft(law, length) ** times, length) if length > 1 else np.ones(1)
 
 
 def _is_constant(width: Array) -> bool:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class ModelTraits:
 
     device: torch.device
     dtype: torch.dtype
+    has_embedding: bool = False
+    """Whether whole numbers may be tokens."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def model_traits(model: object, *, trainable: bool = True) -> ModelTraits:
             raise ValueError(f"model parameter {name!r} contains NaN or infinite values")
     floating = [t for t in (*learned.values(), *tensors.values()) if t.is_floating_point()]
     dtype = floating[0].dtype if floating else torch.float32
-    return ModelTraits(torch.device(devices[0] if devices else "cpu"), dtype)
+    has_embedding = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in model.modules())
+    return ModelTraits(torch.device(devices[0] if devices else "cpu"), dtype, has_embedding)
 
 
 def read_rows(
@@ -104,6 +108,8 @@ def read_inputs(X: object, traits: ModelTraits, *, name: str = "X") -> Rows:
     """Check inputs alone (for prediction) and bring them to the model's device."""
     from_loader = isinstance(X, DataLoader)
     if isinstance(X, DataLoader):
+        if isinstance(X.sampler, RandomSampler):
+            raise ValueError(f"{name}: the DataLoader shuffles, so nobody could tell whose predictions these are")
         X, _ = _gather(X, name, wants_targets=False)
     columns = [str(column) for column in X.columns] if hasattr(X, "columns") else None
     x, origin = _to_tensor(X, name)
@@ -116,7 +122,8 @@ def read_inputs(X: object, traits: ModelTraits, *, name: str = "X") -> Rows:
     if not from_loader:
         _check_device(x, origin, traits, name)
     _check_finite(x, name)
-    dtype = traits.dtype if x.is_floating_point() or origin.device is None else x.dtype
+    tokens = not x.is_floating_point() and (origin.device is not None or traits.has_embedding)
+    dtype = x.dtype if tokens else traits.dtype
     return Rows(x.to(traits.device, dtype), None, origin, columns)
 
 
@@ -194,13 +201,21 @@ def read_single_level(confidence_level: object) -> Fraction:
 
 
 def _read_level(level: object) -> Fraction:
-    if isinstance(level, (bool, np.bool_)) or not isinstance(level, (Real, np.number)):
+    if isinstance(level, Tensor):
+        level = level.detach().cpu().numpy()
+    if isinstance(level, np.ndarray) and level.ndim == 0:
+        level = level[()]
+    if isinstance(level, (bool, np.bool_)) or not isinstance(level, (Real, Decimal, np.number)):
         raise TypeError(f"confidence_level must be a number in (0, 1), got {level!r}")
-    number = float(level)
-    if not 0.0 < number < 1.0:
+    if not 0.0 < float(level) < 1.0:
         raise ValueError(f"confidence_level must lie strictly between 0 and 1, got {level!r}")
-    # The shortest decimal that names the float: float32 levels are read as the user wrote them, too.
-    return Fraction(str(level)) if isinstance(level, np.floating) else Fraction(repr(number))
+    if isinstance(level, (Rational, Decimal)):
+        return Fraction(level)
+    # The number that was meant: 0.9, 5/6 or 19 * 0.05 and not the binary number nearest to it, whose product with
+    # N + 1 may lie a hair above a whole number. float32 levels are read as they print.
+    number = float(str(level)) if isinstance(level, np.floating) else float(level)
+    simple = Fraction(number).limit_denominator(10**6)
+    return simple if abs(float(simple) - number) < 1e-15 else Fraction(repr(number))
 
 
 def _gather(loader: DataLoader[Any], name: str, *, wants_targets: bool) -> tuple[Tensor, Tensor | None]:
@@ -213,6 +228,8 @@ def _gather(loader: DataLoader[Any], name: str, *, wants_targets: bool) -> tuple
             raise TypeError(f"{name}: the DataLoader must yield (inputs, targets), got {len(parts)} part(s) a batch")
         if not all(isinstance(part, Tensor) for part in parts[:2]):
             raise TypeError(f"{name}: the DataLoader must yield tensors, got {type(parts[0]).__name__}")
+        if loader.batch_size is None and any(part.ndim == 0 for part in parts[:2]):
+            raise TypeError(f"{name}: the DataLoader must yield batches, give it a batch_size")
         xs.append(parts[0])
         if wants_targets:
             ys.append(parts[1])
@@ -236,6 +253,8 @@ def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
         values = values.to_numpy(dtype=np.float64, na_value=np.nan) if missing else values.to_numpy()
     if values is None or isinstance(values, (str, bytes, dict)):
         raise TypeError(f"{name} must be an array, tensor, frame or DataLoader of numbers, got {type(values).__name__}")
+    if isinstance(values, np.ma.MaskedArray):
+        values = np.ma.filled(values.astype(np.float64), np.nan)
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -247,9 +266,11 @@ def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
             raise TypeError(f"{name} must hold numbers only: {error}") from error
     if array.dtype.kind not in "fiub":
         raise TypeError(f"{name} must be real numbers, got an array of dtype {array.dtype}")
-    if array.dtype.kind == "u" or not array.dtype.isnative:
+    if array.dtype.kind == "u":
+        array = array.astype(np.int64)
+    elif not array.dtype.isnative or array.dtype.itemsize > 8:
         array = array.astype(np.float64)
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+    if not (array.flags.writeable and array.flags.aligned) or any(stride < 0 for stride in array.strides):
         array = array.copy()
     return torch.from_numpy(array), Origin(None)
 
@@ -273,6 +294,15 @@ def _holds_numbers(column: Any) -> bool:
 def _check_device(x: Tensor, origin: Origin, traits: ModelTraits, name: str) -> None:
     if origin.device is not None and origin.device != traits.device:
         raise ValueError(f"{name} is on {origin.device}, the model on {traits.device}: move one of them")
+
+
+def check_all_finite(start: int | None, parts: dict[str, Tensor | None]) -> None:
+    """Refuse what a model made of the rows from `start` on (None: somewhere), naming the first NaN or infinity."""
+    for what, values in parts.items():
+        if values is not None and not torch.isfinite(values).all():
+            row = int((~torch.isfinite(values)).flatten(1).any(1).nonzero()[0, 0])
+            where = "a row of X" if start is None else f"row {start + row} of X"
+            raise ValueError(f"model has NaN or infinite {what} at {where}")
 
 
 def _check_finite(x: Tensor, name: str) -> None:

@@ -138,17 +138,21 @@ def absolute_set(left: Tensor, right: Tensor, level: Fraction) -> list[Interval]
     return sweep(left, right, [len(left) + 1 - absolute_rank(level, len(left))])[0]
 
 
-def absolute_p_values(left: Tensor, right: Tensor, r: Tensor) -> Tensor:
-    """(1 + #{i : r in S_i}) / (N + 1) for candidates r (m,): the label belongs to the set where p > alpha."""
-    r = r.unsqueeze(1)
-    inside = torch.where(left <= right, (left <= r) & (r <= right), (r <= right) | (r >= left))
+def absolute_p_values(left: Tensor, right: Tensor, f: Tensor, y: Tensor) -> Tensor:
+    """(1 + #{i : y - f in S_i}) / (N + 1) for candidates y (m,): the label belongs to the set where p > alpha.
+
+    Labels are compared with f + changepoint, the very number that `predict_set` gives as an end.
+    """
+    f, y = f.unsqueeze(1), y.unsqueeze(1)
+    above, below = f + left <= y, y <= f + right
+    inside = torch.where(left <= right, above & below, above | below)
     return (1 + inside.sum(1)).double() / (left.shape[1] + 1)
 
 
-def signed_p_values(lower: Tensor, upper: Tensor, r: Tensor) -> Tensor:
-    """2 (1 + min(#{r_i <= r}, #{r_i >= r})) / (N + 1), at most 1, for candidates r (m,)."""
-    r = r.unsqueeze(1)
-    fewer = torch.minimum((lower <= r).sum(1), (upper >= r).sum(1))
+def signed_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor) -> Tensor:
+    """2 (1 + min(#{r_i <= y - f}, #{r_i >= y - f})) / (N + 1), at most 1, for candidates y (m,)."""
+    f, y = f.unsqueeze(1), y.unsqueeze(1)
+    fewer = torch.minimum((f + lower <= y).sum(1), (f + upper >= y).sum(1))
     return (2 * (1 + fewer).double() / (lower.shape[1] + 1)).clamp(max=1.0)
 
 
@@ -200,12 +204,16 @@ def _scaled_order_statistics(values: Tensor, normaliser: Tensor, at: Tensor, ran
     return torch.stack(columns, dim=1)
 
 
-def split_p_values(e: Tensor, normaliser: Tensor, r: Tensor, at: Tensor, residuals: str) -> Tensor:
-    """p-values of candidates r (m,) with normalisers `at` (m,): the split like of the functions above."""
+def split_p_values(e: Tensor, normaliser: Tensor, f: Tensor, y: Tensor, at: Tensor, residuals: str) -> Tensor:
+    """p-values of candidates y (m,) with predictions f and normalisers `at`: the split like of the functions above.
+
+    A label within rounding of a changepoint counts as on it, so that the ends of an interval belong to it.
+    """
     N = len(e)
-    new, old = r / at, (e / normaliser).sort().values
+    new, old = (y - f) / at, (e / normaliser).sort().values
+    room = 4 * torch.finfo(y.dtype).eps * (y.abs() + f.abs()) / at
     if residuals == "absolute":
         old = old.abs().sort().values
-        return (1 + N - torch.searchsorted(old, new.abs())).double() / (N + 1)
-    fewer = torch.minimum(torch.searchsorted(old, new, right=True), N - torch.searchsorted(old, new))
+        return (1 + N - torch.searchsorted(old, new.abs() - room)).double() / (N + 1)
+    fewer = torch.minimum(torch.searchsorted(old, new + room, right=True), N - torch.searchsorted(old, new - room))
     return (2 * (1 + fewer).double() / (N + 1)).clamp(max=1.0)

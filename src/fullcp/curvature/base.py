@@ -52,6 +52,12 @@ class Curvature(Protocol):
     def solve(self, vectors: Tensor) -> Tensor:
         """H^-1 times vectors (D,) or (D, m)."""
 
+    def refine(self, e: Tensor, weights: Tensor, *, exactly: bool = True) -> tuple[Tensor, Tensor]:
+        """The step Delta (D,) from weights theta (D,) to the ridge solution, and the residuals e - phi Delta (N, O).
+
+        H Delta = phi^T e - diag(l2) theta. Without `exactly`, the size of the change is all that is wanted.
+        """
+
     def state(self) -> dict[str, Tensor]:
         """The tensors from which the structure can be restored without another fit."""
 

@@ -1,4 +1,4 @@
-"""The exact Gauss-Newton matrix, in the form that is cheaper: primal (D x D) or dual (N O x N O).
+"""The exact Gauss-Newton matrix, in the form that is smaller: primal (D x D) or dual (N O x N O).
 
 See docs/theory.md, "Primal and dual". Rows of phi below are (example, output) pairs, n = N O of them.
 All algebra is float64.
@@ -15,6 +15,7 @@ from torch import Tensor
 from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
 from fullcp.curvature.penalty import expand_l2
 from fullcp.features import FeatureRows
+from fullcp.progress import track
 
 FORMS = ("primal", "dual")
 
@@ -29,13 +30,14 @@ def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str
     cross : bool
         Whether training and cross leverages will be asked for, and so the rows again.
     form : "primal", "dual" or None
-        None takes the cheaper one; a zero in l2 asks for the primal form.
+        None takes primal for D <= N O, where it is the cheaper and the more exact one, and where l2 has a zero.
     """
     diagonal = expand_l2(l2, features.jacobian.parameters, features.x.device)
     if form is None:
-        form = "primal" if (diagonal == 0).any() else cheaper_form(features.count * features.outputs, features.size)
+        rows = features.count * features.outputs
+        form = "primal" if features.size <= rows or bool((diagonal == 0).any()) else "dual"
     size = features.size if form == "primal" else features.count * features.outputs
-    _check_memory(size, features.x.device)
+    _check_memory(form, size, features.x.device)
     if cross and form == "primal":
         features.hold()
     if form == "primal":
@@ -56,13 +58,6 @@ def restore_full(features: FeatureRows, l2: object, state: dict[str, Tensor]) ->
     return DualCurvature(features, diagonal, factor=state["dual_factor"])
 
 
-def cheaper_form(rows: int, size: int) -> str:
-    """The form with fewer multiply-adds for a fit: Gram, factor and leverages of n rows with D columns."""
-    primal = 2 * rows * size**2 + size**3 / 3  # Gram; triangular solve of the rows; Cholesky
-    dual = rows**2 * size + rows**3  # Gram; Cholesky and inverse
-    return "primal" if primal <= dual else "dual"
-
-
 class PrimalCurvature:
     """H as a D x D Cholesky factor L: right for D <= N O."""
 
@@ -71,12 +66,13 @@ class PrimalCurvature:
 
     def __init__(self, features: FeatureRows, diagonal: Tensor, *, factor: Tensor | None = None):
         self.features = features
+        self.diagonal = diagonal
         if factor is None:
             H = diagonal.diag()
             for _, phi in features.chunks("curvature"):
                 P = phi.flatten(0, 1).double()  # (n, D)
                 H.addmm_(P.T, P)
-            factor = _cholesky(H, lambda j: self._blame(j, diagonal))
+            factor = _cholesky(H, self._blame)
         self.factor = factor  # L, (D, D)
 
     def slack(self) -> Tensor:
@@ -108,6 +104,22 @@ class PrimalCurvature:
         columns = vectors.reshape(self.features.size, -1)
         return torch.cholesky_solve(columns, self.factor).view_as(vectors)
 
+    def refine(self, e: Tensor, weights: Tensor, *, exactly: bool = True) -> tuple[Tensor, Tensor]:
+        """The step to the ridge solution and the residuals there.
+
+        A second solve, from the gradient at the first solution, takes the rounding of the first one away: far from
+        the minimum the step is large, and the residuals that it leaves may be small.
+        """
+        step, refined = torch.zeros_like(weights), e.clone()
+        for _ in range(2 if exactly else 1):
+            descent = -self.diagonal * (weights + step)
+            for rows, phi in self.features.chunks("refinement"):
+                descent += torch.einsum("nod,no->d", phi.double(), refined[rows])
+            step += self.solve(descent)
+            for rows, phi in self.features.chunks("refinement"):
+                refined[rows] = e[rows] - phi.double() @ step
+        return step, refined
+
     def state(self) -> dict[str, Tensor]:
         """The factor."""
         return {"primal_factor": self.factor}
@@ -115,11 +127,11 @@ class PrimalCurvature:
     def _whiten(self, phi: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor, phi.flatten(0, 1).double().T, upper=False)
 
-    def _blame(self, column: int, diagonal: Tensor) -> str:
+    def _blame(self, column: int) -> str:
         name = self.features.jacobian.locate(column)
         return (
             f"H = sum of phi phi^T + diag(l2) is singular in float64 at parameter {name}: l2 = "
-            f"{diagonal[column].item():.3g} there does not hold what the rows leave undetermined; raise it"
+            f"{self.diagonal[column].item():.3g} there does not hold what the rows leave undetermined; raise it"
         )
 
 
@@ -143,8 +155,10 @@ class DualCurvature:
             for rows, phi in features.chunks("gradients"):
                 held[rows.start * O : rows.stop * O] = self._scaled(phi)
             self._held = held
+        else:
+            features.hold()
         if factor is None:
-            factor = _cholesky(self._gram(), self._blame)
+            factor = _cholesky(self._gram(), self._blame, least=1e3)
         self.factor = factor  # L of G, (n, n)
 
     def slack(self) -> Tensor:
@@ -169,6 +183,21 @@ class DualCurvature:
         columns = vectors.reshape(self.features.size, -1)
         _, r = self._split(self.root.unsqueeze(1) * columns)
         return (self.root.unsqueeze(1) * r).view_as(vectors)
+
+    def refine(self, e: Tensor, weights: Tensor, *, exactly: bool = True) -> tuple[Tensor, Tensor]:
+        """The step to the ridge solution and the residuals there.
+
+        Residuals G^-1 (e + phi theta) and weights diag(1/l2) phi^T times them: no large numbers are subtracted, which
+        matters because residuals are of the size of l2 here.
+        """
+        targets = e.reshape(-1).clone()
+        for rows, P in self._blocks("refinement"):
+            targets[rows] += P @ (weights / self.root)
+        refined = torch.cholesky_solve(targets.unsqueeze(1), self.factor)
+        solution = torch.zeros_like(weights)
+        for rows, P in self._blocks("refinement"):
+            solution += P.T @ refined[rows, 0]
+        return self.root * solution - weights, refined.view_as(e)
 
     def state(self) -> dict[str, Tensor]:
         """The factor."""
@@ -200,14 +229,18 @@ class DualCurvature:
             G = self._held @ self._held.T
             G.diagonal().add_(1.0)
             return G
-        O = self.features.outputs
+        O, D = self.features.outputs, self.features.size
         n = self.features.count * O
         G = torch.zeros(n, n, dtype=torch.float64, device=self.features.x.device)
-        for rows, P in self._blocks("curvature"):
-            for others in self.features.slices():
-                at = slice(others.start * O, others.stop * O)
-                if at.start <= rows.start:
-                    G[rows, at] = P @ self._scaled(self.features.block(others)).T
+        chunks = self.features.slices()
+        # Each group of chunks is held while the others pass by: the fewer groups, the fewer gradients twice computed.
+        size = max(1, self.features.memory // 4 // (8 * O * D * self.features.chunk))
+        for first in track(range(0, len(chunks), size), "curvature", -(-len(chunks) // size)):
+            group = chunks[first : first + size]
+            at = slice(group[0].start * O, group[-1].stop * O)
+            P = torch.cat([self._scaled(self.features.block(rows)) for rows in group])
+            for others in chunks[: first + len(group)]:
+                G[at, others.start * O : others.stop * O] = P @ self._scaled(self.features.block(others)).T
         G.diagonal().add_(1.0)
         return G
 
@@ -232,24 +265,26 @@ def _gram_blocks(columns: Tensor, outputs: int) -> Tensor:
     return torch.einsum("dmo,dmp->mop", blocks, blocks)
 
 
-def _cholesky(H: Tensor, blame: Callable[[int], str]) -> Tensor:
-    """Lower factor of H; no jitter is ever added.
+def _cholesky(H: Tensor, blame: Callable[[int], str], *, least: float = 1.0) -> Tensor:
+    """Lower factor of H, in H's own memory; no jitter is ever added.
 
-    A pivot that keeps less than D eps of its diagonal entry is rounding noise: the factor would be one of chance.
+    A pivot that keeps less than `least` D eps of its diagonal entry is rounding noise: the factor would be one of
+    chance. The dual form asks for more, because it reads slacks off the inverse.
     """
     L, info = torch.linalg.cholesky_ex(H)
     if info.item() > 0:
         raise NotPositiveDefiniteError(blame(int(info.item()) - 1))
     kept = L.diagonal().square() / H.diagonal()
     worst = int(kept.argmin())
-    if not kept[worst] > len(H) * torch.finfo(H.dtype).eps:
+    if not kept[worst] > least * len(H) * torch.finfo(H.dtype).eps:
         raise NotPositiveDefiniteError(blame(worst))
-    return L.contiguous()  # one layout before and after saving: the same bits
+    return H.copy_(L)  # row-major before and after saving: the same bits
 
 
-def _check_memory(size: int, device: torch.device) -> None:
+def _check_memory(form: str, size: int, device: torch.device) -> None:
     """Refuse a factor that the machine cannot hold, before it starts to swap."""
-    needed = 2 * 8 * size**2  # the matrix and its factor
+    copies = 2 if form == "primal" else 3  # the matrix and its factor; the dual form inverts the factor as well
+    needed = copies * 8 * size**2
     if device.type == "cuda":
         held = torch.cuda.mem_get_info(device)[1]
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

@@ -29,8 +29,8 @@ class Standardizer:
     def of(cls, values: Any) -> Standardizer:
         """The statistics of an array (N,) or (N, columns)."""
         array = np.asarray(values, dtype=np.float64)
-        scale = array.std(axis=0)
-        return cls(array.mean(axis=0), np.where(scale > 0, scale, 1.0))
+        mean, scale = array.mean(axis=0), array.std(axis=0)
+        return cls(mean, np.where(scale > 1e-12 * np.abs(mean), scale, 1.0))  # a constant's deviation is rounding
 
     def transform(self, values: Any) -> Array:
         """Into units of standard deviations."""

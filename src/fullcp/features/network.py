@@ -73,7 +73,7 @@ class Network:
         device = next((t.device for t in (*self.model.parameters(), *self.model.buffers())), rows.device)
         try:
             f = self.predict(rows.to(device, self._row_dtype)).double()
-        except (RuntimeError, ValueError, IndexError):
+        except Exception:
             return None
         return f if torch.isfinite(f).all() else None
 

@@ -25,7 +25,12 @@ def preserved(model: nn.Module, trainable: Collection[str] | None = None) -> Ite
     parameters of these names have requires_grad, so that a network frozen after the fit still gives its gradients.
     """
     with _lock_of(model):
-        modes = [(module, module.training) for module in model.modules()]
+        attributes = [(module, dict(vars(module))) for module in model.modules()]  # modes, and what forward leaves
+        renormed = [
+            (module.weight, module.weight.detach().clone())
+            for module in model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        ]
         flags = [(p, p.requires_grad, name) for name, p in model.named_parameters()]
         buffers = [
             (module, name, buffer, None if buffer is None else buffer.detach().clone())
@@ -45,13 +50,25 @@ def preserved(model: nn.Module, trainable: Collection[str] | None = None) -> Ite
                 for p, flag, _ in flags:
                     if p.requires_grad != flag:
                         p.requires_grad_(flag)
-                for module, training in modes:
-                    module.training = training
+                for module, before in attributes:
+                    _restore_attributes(module, before)
                 with torch.no_grad():
+                    for weight, kept in renormed:  # these layers write to their weights in each forward pass
+                        weight.copy_(kept)
                     for module, name, buffer, value in buffers:
                         if buffer is not None and value is not None and not _same(buffer, value):
                             buffer.copy_(value)
                         module._buffers[name] = buffer
+
+
+def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> None:
+    """Undo what a forward pass set on the module itself: a tensor kept there may be of no use outside of it."""
+    now = vars(module)
+    for name in [name for name in now if name not in before]:
+        del now[name]
+    for name, value in before.items():
+        if now.get(name, _lock_of) is not value:
+            now[name] = value
 
 
 def _lock_of(model: nn.Module) -> Any:

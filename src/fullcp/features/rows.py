@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fullcp.features.jacobian import Jacobian
+from fullcp.inputs import check_all_finite
 from fullcp.progress import track
 
 
@@ -52,7 +53,7 @@ class FeatureRows:
         slices = self.slices()
         for rows in track(slices, description, len(slices)):
             f, phi = self.jacobian(self.x[rows])
-            self._check_finite(rows, f, phi)
+            check_all_finite(rows.start, {"outputs": f, "gradients": phi})
             predictions[rows] = f.double()
             if held is not None:
                 held[rows] = phi
@@ -68,7 +69,7 @@ class FeatureRows:
         if self._held is not None:
             return self._held[rows]
         f, phi = self.jacobian(self.x[rows])
-        self._check_finite(rows, f, phi)
+        check_all_finite(rows.start, {"outputs": f, "gradients": phi})
         return phi
 
     @property
@@ -77,9 +78,3 @@ class FeatureRows:
         if self._predictions is None:
             self._predictions = torch.cat([self.jacobian.predict(self.x[rows]).double() for rows in self.slices()])
         return self._predictions
-
-    def _check_finite(self, rows: slice, f: Tensor, phi: Tensor) -> None:
-        finite = torch.isfinite(f).all(1) & torch.isfinite(phi).flatten(1).all(1)
-        if not finite.all():
-            first = rows.start + int((~finite).nonzero()[0, 0])
-            raise ValueError(f"model has NaN or infinite outputs or gradients at row {first} of X")

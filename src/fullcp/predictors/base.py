@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -19,6 +20,7 @@ from typing_extensions import Self
 from fullcp.features import Network
 from fullcp.inputs import (
     Rows,
+    check_all_finite,
     check_choice,
     check_columns,
     check_outputs,
@@ -96,7 +98,8 @@ class Predictor(ABC):
     def predict(self, X: object) -> Any:
         """Point predictions, (n,) or (n, O)."""
         rows = self._read_inputs(X)
-        f = torch.cat([batch.f for _, batch in self._batches(rows.x)])
+        batches = self._batches(rows.x, gradients=self._centers_need_gradients())
+        f = torch.cat([batch.f for _, batch in batches])
         return rows.origin.restore(f[:, 0] if f.shape[1] == 1 else f)
 
     def predict_interval(
@@ -157,7 +160,7 @@ class Predictor(ABC):
         return sets
 
     def p_value(self, X: object, y: object, *, joint: str | None = None) -> Any:
-        """The p-value of each label: it lies in the set of level 1 - alpha exactly where the p-value exceeds alpha.
+        """The p-value of each label: it lies in the set of level 1 - alpha where the p-value exceeds alpha.
 
         Parameters
         ----------
@@ -170,7 +173,7 @@ class Predictor(ABC):
         outputs = self.network_.outputs
         labels = read_label(y, len(rows.x), outputs, rows.x.device)
         self._check_joint(joint)
-        parts = [self._p_values(batch, labels[where] - batch.f) for where, batch in self._batches(rows.x)]
+        parts = [self._p_values(batch, labels[where]) for where, batch in self._batches(rows.x)]
         p = torch.cat(parts)
         if joint == "bonferroni":
             p = (outputs * p.amin(1, keepdim=True)).clamp(max=1.0)
@@ -188,7 +191,9 @@ class Predictor(ABC):
         params = dict(self._settings)
         for name, value in self._settings.items():
             if value is not None and not isinstance(value, (str, int, float, bool)):
-                state[f"param.{name}"] = torch.as_tensor(value)
+                state[f"param.{name}"] = (
+                    value if isinstance(value, Tensor) else torch.from_numpy(np.array(value, float))
+                )
                 params[name] = None
         echo = self.network_.echo()
         if echo is not None:
@@ -237,8 +242,8 @@ class Predictor(ABC):
         return [[[(low, high)] for low, high in zip(*point, strict=True)] for point in ends.tolist()]
 
     @abstractmethod
-    def _p_values(self, batch: Batch, r: Tensor) -> Tensor:
-        """p-values of the labels f + r, (m, O)."""
+    def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
+        """p-values of the labels y (m, O), (m, O)."""
 
     @abstractmethod
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -250,6 +255,10 @@ class Predictor(ABC):
 
     def _needs_gradients(self) -> bool:
         return True
+
+    def _centers_need_gradients(self) -> bool:
+        """Whether point predictions need gradients, too."""
+        return False
 
     def _points_at_once(self) -> int:
         """How many test points one batch may hold."""
@@ -331,19 +340,19 @@ class Predictor(ABC):
         self._check_joint(joint)
         return [bonferroni(level, self.network_.outputs) for level in levels] if joint else levels
 
-    def _batches(self, x: Tensor) -> Iterator[tuple[slice, Batch]]:
-        size = self._points_at_once()
+    def _batches(self, x: Tensor, *, gradients: bool | None = None) -> Iterator[tuple[slice, Batch]]:
+        """The test points in batches, with their gradients where the method (or the caller) asks for them."""
+        gradients = self._needs_gradients() if gradients is None else gradients
+        size = self._points_at_once() if gradients else self.network_.rows_per_chunk(self._budget() // 8)
         starts = range(0, len(x), size)
         for start in track(starts, "predicting", len(starts)):
             where = slice(start, min(start + size, len(x)))
-            if self._needs_gradients():
+            phi: Tensor | None = None
+            if gradients:
                 f, phi = self.network_(x[where])  # type: ignore[operator]
             else:
-                f, phi = self.network_.predict(x[where]), None
-            if not torch.isfinite(f).all():
-                raise ValueError(
-                    f"model predicts NaN or infinite values in rows {where.start} to {where.stop - 1} of X"
-                )
+                f = self.network_.predict(x[where])
+            check_all_finite(start, {"outputs": f, "gradients": phi})
             yield where, Batch(self._center(f.double(), phi), phi)
 
 

@@ -16,7 +16,7 @@ from fullcp.features import FeatureRows, Jacobian, Network
 from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
-from fullcp.refinement import linear_change, refine
+from fullcp.refinement import linear_change, refine, relative_shift
 from fullcp.regions import Interval, rows_needed
 
 # Absolute residuals give the smaller sets with few rows: signed ones cost a rank at each end.
@@ -115,8 +115,8 @@ class FullConformalRegressor(Predictor):
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
         curvature = fit_curvature(features, self.curvature, self.l2)
         e = y_checked - features.predictions
-        step, refined = refine(curvature, features, e, self.l2)
-        shift = float((refined - e).square().mean().sqrt() / refined.square().mean().sqrt().clamp(min=1e-300))
+        step, refined = refine(curvature, jacobian, e, exactly=self._is_refined())
+        shift = relative_shift(e, refined)
         slack = curvature.slack()
         if self._is_refined():
             self._assemble(curvature, features, refined, slack, step, residuals)
@@ -201,6 +201,9 @@ class FullConformalRegressor(Predictor):
     def _points_at_once(self) -> int:
         return self._engine.points
 
+    def _centers_need_gradients(self) -> bool:
+        return self._step is not None
+
     def _center(self, f: Tensor, phi: Tensor | None) -> Tensor:
         return f if self._step is None or phi is None else f + linear_change(phi, self._step)
 
@@ -210,8 +213,8 @@ class FullConformalRegressor(Predictor):
     def _sets(self, batch: Batch, level: Fraction) -> list[list[list[Interval]]]:
         return self._engine.sets(_phi(batch), level)
 
-    def _p_values(self, batch: Batch, r: Tensor) -> Tensor:
-        return self._engine.p_values(_phi(batch), r)
+    def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
+        return self._engine.p_values(_phi(batch), batch.f, y)
 
     def _rows_needed(self, level: Fraction) -> int:
         return rows_needed(level, self.residuals_)

@@ -81,7 +81,11 @@ class LaplaceRegressor(Predictor):
         rows = self._read_data(X, y)
         posterior = Posterior.fit(self.model, rows.x, self.curvature, self.l2, self._budget())
         residuals = self._check_targets(posterior.jacobian, rows) - posterior.features.predictions
-        self.noise_ = float(residuals.square().mean().sqrt()) if noise is None else noise
+        if noise is None:
+            noise = float(residuals.square().mean().sqrt())
+            if noise == 0:
+                raise ValueError("noise cannot be taken from training residuals that are all zero: pass it")
+        self.noise_ = noise
         self._posterior, self.curvature_ = posterior, posterior.curvature
         self._keep(posterior.jacobian, len(rows.x), rows.columns)
         return self
@@ -126,8 +130,8 @@ class LaplaceRegressor(Predictor):
         half = -torch.special.ndtri(tails).unsqueeze(1) * deviation  # (m, L, O)
         return torch.stack([-half, half], dim=1)
 
-    def _p_values(self, batch: Batch, r: Tensor) -> Tensor:
-        return torch.special.erfc((r / self._deviation(batch)).abs() / 2**0.5)
+    def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
+        return torch.special.erfc(((y - batch.f) / self._deviation(batch)).abs() / 2**0.5)
 
     def _read_noise(self) -> float | None:
         if self.noise is None:

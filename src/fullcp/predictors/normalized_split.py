@@ -10,7 +10,7 @@ from typing_extensions import Self
 from fullcp.curvature import STRUCTURES
 from fullcp.features import Network
 from fullcp.influence import RESIDUALS
-from fullcp.inputs import check_choice, check_columns, check_outputs, check_row_shape
+from fullcp.inputs import check_all_finite, check_choice, check_columns, check_outputs, check_row_shape
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, NotFittedError
 from fullcp.predictors.posterior import Posterior
 from fullcp.predictors.split import SplitConformalRegressor
@@ -110,8 +110,9 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         self._calibrate(self._posterior.jacobian, rows)
         return self
 
-    def _evaluate(self, network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, network: Network, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
         f, phi = self._posterior.jacobian(x)
+        check_all_finite(start, {"outputs": f, "gradients": phi})
         return f.double(), self._posterior.spread(phi)
 
     def _needs_gradients(self) -> bool:

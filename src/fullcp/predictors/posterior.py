@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fullcp.curvature import Curvature, fit_curvature, restore_full
 from fullcp.features import FeatureRows, Jacobian
+from fullcp.inputs import check_all_finite
 from fullcp.predictors.storage import Fingerprint
 
 
@@ -32,11 +33,12 @@ class Posterior:
     def covariance(self, phi: Tensor) -> Tensor:
         """I + V of test points phi (m, O, D), (m, O, O): the predictive covariance in units of the noise."""
         V = self.curvature.leverage(phi)
+        check_all_finite(None, {"leverages": V})
         return V + torch.eye(V.shape[1], dtype=V.dtype, device=V.device)
 
     def spread(self, phi: Tensor) -> Tensor:
         """sqrt(1 + V_oo), (m, O)."""
-        return (1 + self.curvature.leverage(phi).diagonal(dim1=1, dim2=2)).sqrt()
+        return self.covariance(phi).diagonal(dim1=1, dim2=2).sqrt()
 
     def state(self) -> dict[str, Tensor]:
         """Tensors for `restore`; the training rows only where the leverages need them."""

@@ -19,7 +19,8 @@ class RefinedSplitConformalRegressor(FullConformalRegressor):
     at least the chosen probability whenever calibration rows and test points are exchangeable.
 
     The guarantee is lost if the calibration rows had a part in training the network, in choosing among networks, or
-    in tuning `l2`.
+    in tuning `l2`. It is for one output. With several that share parameters, intervals are the paper's quantiles of
+    vector changepoints, output by output, which is no conformal set: coverage is close to the level, not guaranteed.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from fullcp.features import Network
 from fullcp.influence import RESIDUALS
-from fullcp.inputs import Rows, check_choice
+from fullcp.inputs import Rows, check_all_finite, check_choice
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.regions import rows_needed, split_half_widths, split_p_values, split_signed_intervals
 
@@ -70,18 +70,17 @@ class SplitConformalRegressor(Predictor):
         size = network.rows_per_chunk(self._budget() // 8)
         for start in range(0, len(rows.x), size):
             x = rows.x[start : start + size]
-            f, normaliser = self._evaluate(network, x)
+            f, normaliser = self._evaluate(network, x, start)
             parts.append((y[start : start + size] - f, normaliser))
         e, normaliser = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        if not torch.isfinite(e).all():
-            raise ValueError("model predicts NaN or infinite values on the rows of X")
         self._e, self._normaliser = e, normaliser
         self._residuals = self.residuals
         self._keep(network, len(rows.x), rows.columns)
 
-    def _evaluate(self, network: Network, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Predictions and normalisers of calibration rows, float64 (n, O)."""
+    def _evaluate(self, network: Network, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Predictions and normalisers of calibration rows, the first of them number `start`: float64 (n, O)."""
         f = network.predict(x).double()
+        check_all_finite(start, {"outputs": f})
         return f, torch.ones_like(f)
 
     def _needs_gradients(self) -> bool:
@@ -102,10 +101,10 @@ class SplitConformalRegressor(Predictor):
                 outputs.append(torch.stack([-half, half], dim=1))
         return torch.stack(outputs, dim=3)
 
-    def _p_values(self, batch: Batch, r: Tensor) -> Tensor:
+    def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
         at = self._normaliser_at(batch)
-        columns = zip(self._e.T, self._normaliser.T, r.T, at.T, strict=True)
-        return torch.stack([split_p_values(e, n, ro, to, self._residuals) for e, n, ro, to in columns], dim=1)
+        columns = zip(self._e.T, self._normaliser.T, batch.f.T, y.T, at.T, strict=True)
+        return torch.stack([split_p_values(e, n, f, yo, to, self._residuals) for e, n, f, yo, to in columns], dim=1)
 
     def _rows_needed(self, level: Fraction) -> int:
         return rows_needed(level, self._residuals)

@@ -65,7 +65,7 @@ class Fingerprint:
     def __init__(self, model: nn.Module):
         self._marks = _marks(model)
         self._digest = _digest(model)
-        self._small = sum(t.numel() * t.element_size() for t in model.state_dict().values()) <= _SMALL
+        self._small = sum(t.numel() * t.element_size() for t in _tensors(model).values()) <= _SMALL
 
     def digest(self) -> str:
         """A hash of all weights and buffers."""
@@ -83,14 +83,17 @@ class Fingerprint:
 
 
 def _marks(model: nn.Module) -> list[tuple[int, int]]:
-    return [(t.data_ptr(), t._version) for t in (*model.parameters(), *model.buffers())]
+    return [(t.data_ptr(), t._version) for t in _tensors(model).values()]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers, those that a state_dict leaves out included."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if not isinstance(tensor, Tensor):
-            continue
+    for name, tensor in sorted(_tensors(model).items()):
         digest.update(f"{name.removeprefix('_orig_mod.')} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -34,7 +34,7 @@ def train(
     y : (N,) or (N, O); left out with a DataLoader
     l2 : float, or array of one value per parameter tensor or per parameter
     epochs, batch_size : int
-        The last, smaller batch of an epoch is used too.
+        The last, smaller batch of an epoch is used too; a single row joins the batch before.
     learning_rate : (first, last)
         The ends of a cosine schedule over the epochs.
     seed : of the order of the rows.
@@ -73,7 +73,7 @@ def train(
     try:
         for epoch in range(epochs):
             total = 0.0
-            for batch in torch.split(torch.randperm(len(rows.x), generator=generator), batch_size):
+            for batch in _batches(torch.randperm(len(rows.x), generator=generator), batch_size):
                 where = batch.to(traits.device)
                 optimizer.zero_grad(set_to_none=True)
                 loss = _objective(model, rows.x[where], targets[where], parameters, weights)
@@ -90,6 +90,14 @@ def train(
         for module, mode in modes:
             module.training = mode
     return losses
+
+
+def _batches(order: Tensor, batch_size: int) -> list[Tensor]:
+    """The order in batches; a last row alone joins the batch before, since BatchNorm cannot train on one row."""
+    batches = list(torch.split(order, batch_size))
+    if batch_size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [torch.cat(batches[-2:])]
+    return batches
 
 
 def _objective(model: nn.Module, x: Tensor, y: Tensor, parameters: list[nn.Parameter], weights: list[Tensor]) -> Tensor:
