@@ -117,7 +117,7 @@ class TestContract:
     def test_saved_state_brings_it_back(self, structure, outputs):
         model, X, features = problem(outputs=outputs)
         curvature = STRUCTURES[structure](features, 0.5)
-        again = restore_full(FeatureRows(features.jacobian, X, memory=10**8), 0.5, curvature.state())
+        again = restore_full(FeatureRows(features.jacobian, X, memory=10**8), curvature.state())
         _, phi = features.jacobian(torch.randn(5, 3, dtype=torch.float64))
         assert_same(everything(again, features, phi), everything(curvature, features, phi), 0.0)
         assert again.name == curvature.name

@@ -14,7 +14,7 @@ ROOMS = [
     ["inputs"],
     ["features"],
     ["curvature"],
-    ["refinement"],
+    ["refinement", "tuning"],
     ["influence"],
     ["regions"],
     ["engine"],

@@ -49,13 +49,12 @@ def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str
     return DualCurvature(features, diagonal)
 
 
-def restore_full(features: FeatureRows, l2: object, state: dict[str, Tensor]) -> Curvature:
+def restore_full(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:
     """The structure whose `state()` was saved, over the same rows."""
-    diagonal = expand_l2(l2, features.jacobian.parameters, features.x.device)
     if "primal_factor" in state:
         features.hold()
-        return PrimalCurvature(features, diagonal, factor=state["primal_factor"])
-    return DualCurvature(features, diagonal, factor=state["dual_factor"])
+        return PrimalCurvature(features, state["l2"], factor=state["primal_factor"])
+    return DualCurvature(features, state["l2"], factor=state["dual_factor"])
 
 
 class PrimalCurvature:
@@ -68,10 +67,8 @@ class PrimalCurvature:
         self.features = features
         self.diagonal = diagonal
         if factor is None:
-            H = diagonal.diag()
-            for _, phi in features.chunks("curvature"):
-                P = phi.flatten(0, 1).double()  # (n, D)
-                H.addmm_(P.T, P)
+            H = features.gram()
+            H.diagonal().add_(diagonal)
             factor = _cholesky(H, self._blame)
         self.factor = factor  # L, (D, D)
 
@@ -121,8 +118,8 @@ class PrimalCurvature:
         return step, refined
 
     def state(self) -> dict[str, Tensor]:
-        """The factor."""
-        return {"primal_factor": self.factor}
+        """The factor and the penalty."""
+        return {"primal_factor": self.factor, "l2": self.diagonal}
 
     def _whiten(self, phi: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.factor, phi.flatten(0, 1).double().T, upper=False)
@@ -147,6 +144,7 @@ class DualCurvature:
 
     def __init__(self, features: FeatureRows, diagonal: Tensor, *, factor: Tensor | None = None):
         self.features = features
+        self.diagonal = diagonal
         self.root = diagonal.rsqrt()  # 1 / sqrt(l2), (D,)
         self._held: Tensor | None = None  # phi' of all rows, (n, D), where it fits: each query passes over it twice
         if 8 * features.count * features.outputs * features.size <= features.memory // 2:
@@ -155,6 +153,7 @@ class DualCurvature:
             for rows, phi in features.chunks("gradients"):
                 held[rows.start * O : rows.stop * O] = self._scaled(phi)
             self._held = held
+            features.release()
         else:
             features.hold()
         if factor is None:
@@ -200,8 +199,8 @@ class DualCurvature:
         return self.root * solution - weights, refined.view_as(e)
 
     def state(self) -> dict[str, Tensor]:
-        """The factor."""
-        return {"dual_factor": self.factor}
+        """The factor and the penalty."""
+        return {"dual_factor": self.factor, "l2": self.diagonal}
 
     def _split(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """A (n, m) and r (D, m) of columns phi'^T (D, m); see the class."""

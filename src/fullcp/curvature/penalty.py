@@ -42,7 +42,7 @@ def expand_l2(l2: object, parameters: dict[str, nn.Parameter], device: torch.dev
 
 def _as_vector(l2: object, device: torch.device) -> Tensor:
     if l2 is None or isinstance(l2, (bool, str)):
-        raise TypeError(f"l2 must be a number or an array of numbers, got {l2!r}")
+        raise TypeError(f"l2 must be a number or an array of numbers (or 'marglik' for a predictor), got {l2!r}")
     if isinstance(l2, Real):
         return torch.tensor([float(l2)], dtype=torch.float64, device=device)
     if isinstance(l2, Tensor):

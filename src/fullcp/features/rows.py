@@ -31,12 +31,29 @@ class FeatureRows:
         self.chunk = jacobian.rows_per_chunk(memory // 8)
         self.holds = False
         self._held: Tensor | None = None  # (N, O, D)
+        self._gram: Tensor | None = None  # (D, D)
         self._predictions: Tensor | None = None  # (N, O), float64
 
     def hold(self) -> None:
         """Keep the gradients from the next pass on, where they fit: further passes will come."""
         width = torch.finfo(self.jacobian.dtype).bits // 8
         self.holds = self.count * self.outputs * self.size * width <= self.memory // 2
+
+    def release(self) -> None:
+        """Let go of what was held."""
+        self.holds, self._held, self._gram = False, None, None
+
+    def gram(self, *, keep: bool = False) -> Tensor:
+        """sum_i phi_i phi_i^T, float64 (D, D); with `keep`, the next call has it without another pass."""
+        S, self._gram = self._gram, None
+        if S is None:
+            S = torch.zeros(self.size, self.size, dtype=torch.float64, device=self.x.device)
+            for _, phi in self.chunks("curvature"):
+                P = phi.flatten(0, 1).double()  # (n O, D)
+                S.addmm_(P.T, P)
+        if keep:
+            self._gram = S
+        return S
 
     def slices(self) -> list[slice]:
         """The chunks of rows, in order."""

@@ -18,6 +18,7 @@ from fullcp.inputs import check_choice
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.refinement import linear_change, refine, relative_shift
 from fullcp.regions import Interval, rows_needed
+from fullcp.tuning import settle, tuning_facts, tuning_from
 
 # Absolute residuals give the smaller sets with few rows: signed ones cost a rank at each end.
 _MOST_ROWS_FOR_ABSOLUTE = 5000
@@ -113,8 +114,9 @@ class FullConformalRegressor(Predictor):
         y_checked = self._check_targets(jacobian, rows)
         residuals = self._resolve_residuals(len(rows.x), jacobian.outputs)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
-        curvature = fit_curvature(features, self.curvature, self.l2)
         e = y_checked - features.predictions
+        l2, tuning = settle(self.l2, features, e)
+        curvature = fit_curvature(features, self.curvature, l2)
         step, refined = refine(curvature, jacobian, e, exactly=self._is_refined())
         shift = relative_shift(e, refined)
         slack = curvature.slack()
@@ -123,7 +125,7 @@ class FullConformalRegressor(Predictor):
         else:
             self._assemble(curvature, features, e, slack, None, residuals)
             self._warn_if_far(shift)
-        self.shift_ = shift
+        self.shift_, self.tuning_ = shift, tuning
         self._keep(jacobian, len(rows.x), rows.columns)
         return self
 
@@ -228,14 +230,14 @@ class FullConformalRegressor(Predictor):
         }
         if self._step is not None:
             state["step"] = self._step
-        return state, {"residuals": self.residuals_, "shift": self.shift_}
+        return state, {"residuals": self.residuals_, "shift": self.shift_, "tuning": tuning_facts(self.tuning_)}
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         jacobian = Jacobian(self.model, facts=network)
         features = FeatureRows(jacobian, state["x"], memory=self._budget())
-        curvature = restore_full(features, self.l2, state)
+        curvature = restore_full(features, state)
         self._assemble(curvature, features, state["e"], state["slack"], state.get("step"), facts["residuals"])
-        self.shift_ = facts["shift"]
+        self.shift_, self.tuning_ = facts["shift"], tuning_from(facts["tuning"])
         return jacobian
 
 

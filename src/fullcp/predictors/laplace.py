@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.curvature import STRUCTURES
-from fullcp.features import Network
+from fullcp.features import Jacobian, Network
 from fullcp.inputs import check_choice, read_label, read_levels
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.predictors.posterior import Posterior
+from fullcp.tuning import tuning_facts, tuning_from
 
 
 class LaplaceRegressor(Predictor):
@@ -32,7 +33,8 @@ class LaplaceRegressor(Predictor):
     l2 : float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale; sigma^2 times the prior precision.
     noise : float or None
-        Standard deviation sigma of the observation noise; None takes the root mean squared training residual.
+        Standard deviation sigma of the observation noise; None takes the tuned one with l2="marglik", otherwise the
+        root mean square training residual.
     memory : str or int
         Working memory, such as "2GB".
 
@@ -79,14 +81,15 @@ class LaplaceRegressor(Predictor):
         check_choice("curvature", self.curvature, STRUCTURES)
         noise = self._read_noise()
         rows = self._read_data(X, y)
-        posterior = Posterior.fit(self.model, rows.x, self.curvature, self.l2, self._budget())
-        residuals = self._check_targets(posterior.jacobian, rows) - posterior.features.predictions
+        jacobian = Jacobian(self.model, rows.x)
+        y_checked = self._check_targets(jacobian, rows)
+        posterior = Posterior.fit(jacobian, rows.x, y_checked, self.curvature, self.l2, self._budget())
         if noise is None:
-            noise = float(residuals.square().mean().sqrt())
+            noise = posterior.tuning.noise if posterior.tuning else posterior.error
             if noise == 0:
                 raise ValueError("noise cannot be taken from training residuals that are all zero: pass it")
         self.noise_ = noise
-        self._posterior, self.curvature_ = posterior, posterior.curvature
+        self._posterior, self.curvature_, self.tuning_ = posterior, posterior.curvature, posterior.tuning
         self._keep(posterior.jacobian, len(rows.x), rows.columns)
         return self
 
@@ -143,12 +146,13 @@ class LaplaceRegressor(Predictor):
         return float(self.noise)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self._posterior.state(), {"noise": self.noise_}
+        return self._posterior.state(), {"noise": self.noise_, "tuning": tuning_facts(self.tuning_)}
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
-        self._posterior = Posterior.restore(self.model, network, self.l2, self._budget(), state)
+        self._posterior = Posterior.restore(self.model, network, self._budget(), state)
         self.curvature_ = self._posterior.curvature
         self.noise_ = float(facts["noise"])
+        self.tuning_ = tuning_from(facts["tuning"])
         return self._posterior.jacobian
 
 

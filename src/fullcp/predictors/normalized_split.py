@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.curvature import STRUCTURES
-from fullcp.features import Network
+from fullcp.features import Jacobian, Network
 from fullcp.influence import RESIDUALS
 from fullcp.inputs import check_all_finite, check_choice, check_columns, check_outputs, check_row_shape
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, NotFittedError
 from fullcp.predictors.posterior import Posterior
 from fullcp.predictors.split import SplitConformalRegressor
+from fullcp.tuning import tuning_facts, tuning_from
 
 
 class NormalizedSplitConformalRegressor(SplitConformalRegressor):
@@ -74,18 +75,19 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         Parameters
         ----------
         X : array, tensor or frame (N, ...), or a DataLoader of (inputs, targets)
-        y : (N,) or (N, O); left out with a DataLoader. Only its shape is looked at.
+        y : (N,) or (N, O); left out with a DataLoader
         """
         check_choice("curvature", self.curvature, STRUCTURES)
         check_choice("residuals", self.residuals, RESIDUALS)
         rows = self._read_data(X, y)
-        posterior = Posterior.fit(self.model, rows.x, self.curvature, self.l2, self._budget())
-        self._check_targets(posterior.jacobian, rows)
+        jacobian = Jacobian(self.model, rows.x)
+        y_checked = self._check_targets(jacobian, rows)
+        posterior = Posterior.fit(jacobian, rows.x, y_checked, self.curvature, self.l2, self._budget())
         if hasattr(self, "network_"):
             del self.network_  # calibration on another curvature holds no longer
         self._posterior = posterior
         self._fit_columns = rows.columns
-        self.curvature_ = posterior.curvature
+        self.curvature_, self.tuning_ = posterior.curvature, posterior.tuning
         return self
 
     def conformalize(self, X: object, y: object = None) -> Self:
@@ -124,11 +126,11 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = super()._state()
-        return {**tensors, **self._posterior.state()}, facts
+        return {**tensors, **self._posterior.state()}, {**facts, "tuning": tuning_facts(self.tuning_)}
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         super()._restore(network, state, facts)
-        self._posterior = Posterior.restore(self.model, network, self.l2, self._budget(), state)
+        self._posterior = Posterior.restore(self.model, network, self._budget(), state)
         self._fit_columns = None
-        self.curvature_ = self._posterior.curvature
+        self.curvature_, self.tuning_ = self._posterior.curvature, tuning_from(facts["tuning"])
         return self._posterior.jacobian

@@ -12,6 +12,7 @@ from fullcp.curvature import Curvature, fit_curvature, restore_full
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.inputs import check_all_finite
 from fullcp.predictors.storage import Fingerprint
+from fullcp.tuning import Tuning, settle
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,18 @@ class Posterior:
     features: FeatureRows
     curvature: Curvature
     fingerprint: Fingerprint
+    tuning: Tuning | None = None
+    error: float = float("nan")
+    """Root mean square of the training residuals."""
 
     @classmethod
-    def fit(cls, model: nn.Module, x: Tensor, curvature: str, l2: object, memory: int) -> Posterior:
-        """Fit the curvature to training rows x (N, ...)."""
-        jacobian = Jacobian(model, x)
+    def fit(cls, jacobian: Jacobian, x: Tensor, y: Tensor, curvature: str, l2: object, memory: int) -> Posterior:
+        """Fit the curvature to training rows x (N, ...); y (N, O) matters for tuning and `error`."""
         features = FeatureRows(jacobian, x, memory=memory)
-        return cls(jacobian, features, fit_curvature(features, curvature, l2, cross=False), Fingerprint(model))
+        e = y - features.predictions
+        l2, tuning = settle(l2, features, e)
+        fitted = fit_curvature(features, curvature, l2, cross=False)
+        return cls(jacobian, features, fitted, Fingerprint(jacobian.model), tuning, float(e.square().mean().sqrt()))
 
     def covariance(self, phi: Tensor) -> Tensor:
         """I + V of test points phi (m, O, D), (m, O, O): the predictive covariance in units of the noise."""
@@ -46,11 +52,9 @@ class Posterior:
         return {**rows, **self.curvature.state()}
 
     @classmethod
-    def restore(
-        cls, model: nn.Module, facts: dict[str, Any], l2: object, memory: int, state: dict[str, Tensor]
-    ) -> Posterior:
+    def restore(cls, model: nn.Module, facts: dict[str, Any], memory: int, state: dict[str, Tensor]) -> Posterior:
         """Bring back what `state` gave; `facts` are those about the network."""
         jacobian = Jacobian(model, facts=facts)
-        rows = state.get("x", torch.empty(0, *jacobian.row_shape, device=next(iter(state.values())).device))
+        rows = state.get("x", torch.empty(0, *jacobian.row_shape, device=state["l2"].device))
         features = FeatureRows(jacobian, rows, memory=memory)
-        return cls(jacobian, features, restore_full(features, l2, state), Fingerprint(model))
+        return cls(jacobian, features, restore_full(features, state), Fingerprint(model))
