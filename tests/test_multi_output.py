@@ -94,13 +94,15 @@ def test_independent_outputs_equal_single_ones(score):
     X = torch.randn(40, 3, dtype=torch.float64)
     y = torch.randn(40, 2, dtype=torch.float64)
     both = nn.Linear(3, 2).double()
-    together = fullcp.FullConformalRegressor(both, score=score).conformalize(X, y).predict_interval(X[:9], LEVELS)
+    together = (
+        fullcp.FullConformalRegressor(both, score=score, l2=1.0).conformalize(X, y).predict_interval(X[:9], LEVELS)
+    )
     for o in range(2):
         alone = nn.Linear(3, 1).double()
         with torch.no_grad():
             alone.weight.copy_(both.weight[o : o + 1])
             alone.bias.copy_(both.bias[o : o + 1])
-        cp = fullcp.FullConformalRegressor(alone, score=score, residuals="signed").conformalize(X, y[:, o])
+        cp = fullcp.FullConformalRegressor(alone, score=score, residuals="signed", l2=1.0).conformalize(X, y[:, o])
         expected = cp.predict_interval(X[:9], LEVELS)
         torch.testing.assert_close(together.intervals[..., o], expected.intervals, rtol=1e-9, atol=1e-9)
 
@@ -151,7 +153,7 @@ def test_laplace_ellipsoids():
     assert torch.equal(inside[:, 1], (r @ torch.linalg.inv(covariance) * r).sum(1) <= radius)
 
     one = network(1)
-    la = fullcp.LaplaceRegressor(one).fit(X, y[:, 0])
+    la = fullcp.LaplaceRegressor(one, l2=1.0).fit(X, y[:, 0])
     assert la.noise_ == pytest.approx((y[:, 0] - one(X)[:, 0]).square().mean().sqrt().item())
     result = la.predict_interval(X, 0.9)
     torch.testing.assert_close(la.ellipsoid_volume(X, 0.9), result.upper - result.lower)

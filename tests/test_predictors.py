@@ -486,7 +486,7 @@ def test_leverages_that_overflow_are_refused(name):
 def test_laplace_needs_noise():
     model, (X, _) = network(), data()
     with pytest.raises(ValueError, match="noise cannot be taken from training residuals that are all zero"):
-        fullcp.LaplaceRegressor(model).fit(X, model(X).detach())
+        fullcp.LaplaceRegressor(model, l2=1.0).fit(X, model(X).detach())
 
 
 def test_split_works_on_frozen_networks():
@@ -507,14 +507,14 @@ def test_a_network_far_from_its_minimum_is_told():
     X, y = data(rows=200)
     model = network()
     with pytest.warns(fullcp.FarFromMinimumWarning, match="refine=True"):
-        raw = fullcp.FullConformalRegressor(model).conformalize(X, 100 * y)
+        raw = fullcp.FullConformalRegressor(model, l2=1.0).conformalize(X, 100 * y)
     assert raw.shift_ > 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", fullcp.FarFromMinimumWarning)
-        refined = fullcp.FullConformalRegressor(model, refine=True).conformalize(X, 100 * y)
+        refined = fullcp.FullConformalRegressor(model, l2=1.0, refine=True).conformalize(X, 100 * y)
         fullcp.RefinedSplitConformalRegressor(model).conformalize(X, 100 * y)
         fullcp.training.train(model, X, y, epochs=400)
-        trained = fullcp.FullConformalRegressor(model).conformalize(X, y)
+        trained = fullcp.FullConformalRegressor(model, l2=1.0).conformalize(X, y)
     assert refined.shift_ == pytest.approx(raw.shift_)
     assert trained.shift_ < 0.2
 

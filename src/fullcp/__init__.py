@@ -5,7 +5,7 @@
 True
 """
 
-from fullcp import evaluation, training
+from fullcp import evaluation, training, tuning
 from fullcp.curvature import NotPositiveDefiniteError
 from fullcp.predictors import (
     FarFromMinimumWarning,
@@ -34,4 +34,5 @@ __all__ = [
     "__version__",
     "evaluation",
     "training",
+    "tuning",
 ]

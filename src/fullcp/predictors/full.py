@@ -48,9 +48,10 @@ class FullConformalRegressor(Predictor):
     score : "studentized", "standard" or "deleted"
     residuals : "auto", "absolute" or "signed"
         "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
-    l2 : float, or array of one value per parameter tensor or per parameter
-        The ridge penalty in sum scale. For a network trained with the mean of (y - f)^2 and weight decay w on N rows
-        it is N w / 2; with the mean of (y - f)^2 / 2 it is N w.
+    l2 : "marglik", float, or array of one value per parameter tensor or per parameter
+        The ridge penalty in sum scale. "marglik" tunes it (and the noise) by the Laplace marginal likelihood on the
+        training rows. If the network was trained with a penalty, that one is as good: for the mean of (y - f)^2 and
+        weight decay w on N rows it is N w / 2, for the mean of (y - f)^2 / 2 it is N w.
     refine : bool
         Move predictions and residuals to the ridge solution of the linearised network. Worth it for a network that
         was not trained to a minimum.
@@ -63,6 +64,7 @@ class FullConformalRegressor(Predictor):
     residuals_ : "absolute" or "signed", what "auto" came to.
     n_rows_ : number of training rows.
     leverages_ : training leverages.
+    tuning_ : the tuned l2, noise and marginal likelihood; None where l2 was given.
     shift_ : how far the network is from a minimum for this l2: the root mean square change of the training
         predictions that refinement makes, as a multiple of the residuals after it.
 
@@ -87,7 +89,7 @@ class FullConformalRegressor(Predictor):
         curvature: str = "auto",
         score: str = "studentized",
         residuals: str = "auto",
-        l2: Any = 1.0,
+        l2: Any = "marglik",
         *,
         refine: bool = False,
         memory: str | int = DEFAULT_MEMORY,

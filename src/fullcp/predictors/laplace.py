@@ -30,8 +30,9 @@ class LaplaceRegressor(Predictor):
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto" or "full"
-    l2 : float, or array of one value per parameter tensor or per parameter
-        The ridge penalty in sum scale; sigma^2 times the prior precision.
+    l2 : "marglik", float, or array of one value per parameter tensor or per parameter
+        The ridge penalty in sum scale, see `FullConformalRegressor`: sigma^2 times the prior precision. "marglik"
+        tunes it and the noise by the marginal likelihood.
     noise : float or None
         Standard deviation sigma of the observation noise; None takes the tuned one with l2="marglik", otherwise the
         root mean square training residual.
@@ -59,7 +60,7 @@ class LaplaceRegressor(Predictor):
         self,
         model: nn.Module,
         curvature: str = "auto",
-        l2: Any = 1.0,
+        l2: Any = "marglik",
         *,
         noise: float | None = None,
         memory: str | int = DEFAULT_MEMORY,

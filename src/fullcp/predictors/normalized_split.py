@@ -29,7 +29,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto" or "full"
-    l2 : float, or array of one value per parameter tensor or per parameter
+    l2 : "marglik", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
     residuals : "absolute" or "signed"
     memory : str or int
@@ -58,7 +58,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         self,
         model: nn.Module,
         curvature: str = "auto",
-        l2: Any = 1.0,
+        l2: Any = "marglik",
         residuals: str = "absolute",
         *,
         memory: str | int = DEFAULT_MEMORY,

@@ -25,7 +25,9 @@ class RefinedSplitConformalRegressor(FullConformalRegressor):
     Parameters
     ----------
     model, curvature, score, residuals, l2, memory
-        As for `FullConformalRegressor`; `l2` penalises the weights refitted on the calibration rows.
+        As for `FullConformalRegressor`; `l2` penalises the weights refitted on the calibration rows. It is 1 unless
+        given: "marglik" would tune it on these rows, as the paper does, which costs the guarantee (though little
+        coverage). Tune it on training rows instead, with `FullConformalRegressor(...).conformalize(...).tuning_.l2`.
 
     Examples
     --------
