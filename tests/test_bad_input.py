@@ -56,6 +56,14 @@ def full(**changes):
             "X must be real numbers, got a tensor of torch.complex64",
         ),
         (X, y > 0, TypeError, "y must be numbers to regress on, got true and false"),
+        (X, (y > 0).tolist(), TypeError, "y must be numbers to regress on"),
+        (X, (y > 0).astype(object), TypeError, "y must be numbers to regress on"),
+        (X, pd.DataFrame({"y": y > 0}), TypeError, "y must be numbers to regress on"),
+        (X, torch.from_numpy(y > 0), TypeError, "y must be numbers to regress on"),
+        (X, pd.Series(["1"] * 30), TypeError, "y must "),
+        (pd.DataFrame({"a": pd.date_range("2020", periods=30)}), y, TypeError, "not numbers: a"),
+        (pd.DataFrame({"a": y + 1j}), y, TypeError, "not numbers: a"),
+        (pd.DataFrame({"a": ["1"] * 30}), y, TypeError, "not numbers: a"),
         (torch.zeros(30, 3, dtype=torch.long), y, ValueError, r"use X.float\(\)"),
         (
             pd.DataFrame({"a": y, "b": y, "c": pd.array([1, None] * 15, dtype="Int64")}),
@@ -182,6 +190,8 @@ def test_loaders_whose_rows_nobody_could_tell_apart():
         (Fraction(2, 3), "2/3"),
         (Decimal("0.99"), "99/100"),
         (0.9999999, "9999999/10000000"),
+        (1e-16, "1/10000000000000000"),
+        (1 - 1e-16, "9999999999999999/10000000000000000"),
     ],
 )
 def test_levels_are_the_numbers_that_were_meant(level, fraction):

@@ -56,6 +56,8 @@ def test_validity_band_is_the_papers():
     assert (low, high) == (beta.ppf(0.01, 1001 - l, l), beta.ppf(0.99, 1001 - l, l))
     assert low < 0.9 < high
     assert evaluation.validity_band(8, 0.9) == (1.0, 1.0)
+    assert evaluation.validity_band(19, 19 * 0.05) == evaluation.validity_band(19, 0.95)
+    assert evaluation.validity_band(5, 5 / 6)[0] < 1
 
 
 def test_coverage_band_is_beta_binomial():
@@ -121,5 +123,5 @@ def test_bad_input():
         evaluation.evaluate(Y, INTERVALS)
     with pytest.raises(TypeError, match="confidence_level is missing"):
         evaluation.evaluate(Y, (Y, INTERVALS[..., None]))
-    with pytest.raises(ValueError, match="confidence_level must lie in"):
+    with pytest.raises(ValueError, match="confidence_level must lie strictly between"):
         evaluation.validity_band(10, 1.2)

@@ -141,9 +141,29 @@ def test_routes_that_the_probe_did_not_take():
     model, X = Experts().double(), torch.randn(9, 5, dtype=torch.float64)
     jacobian = Jacobian(model, X.abs())
     assert jacobian.way == "linear layers"
-    with pytest.raises((RuntimeError, ValueError)):  # data-dependent routes are beyond vmap, and it says so
-        jacobian(X)
-    torch.testing.assert_close(Jacobian(model, X)(X)[1], dense_jacobian(model, X)[1])
+    torch.testing.assert_close(jacobian(X)[1], dense_jacobian(model, X)[1])
+
+
+class Gated(nn.Module):
+    """A weight used a second time, behind a gate that only some rows open."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(h) + (x[:, :1] > 0) * F.linear(h, self.first.weight[:1])
+
+
+def test_every_row_of_the_probe_counts():
+    torch.manual_seed(0)
+    model, X = Gated().double(), torch.randn(40, 5, dtype=torch.float64)
+    X[0, 0] = X[-1, 0] = -1.0
+    X[8, 0] = 1.0  # one of those probed in between
+    jacobian = Jacobian(model, X)
+    assert jacobian.way == "torch.func"
+    torch.testing.assert_close(jacobian(X)[1], dense_jacobian(model, X)[1])
 
 
 def test_only_parameters_with_requires_grad_count():
@@ -230,6 +250,66 @@ def test_attributes_are_as_before():
     del model.new
     Jacobian(model, X)(X)
     assert not hasattr(model, "new")
+
+
+class Builds(nn.Module):
+    """Makes its last layer when it first sees data."""
+
+    def __init__(self, declared):
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        if declared:
+            self.last = None
+
+    def forward(self, x):
+        if getattr(self, "last", None) is None:
+            self.last = nn.Linear(4, 1)
+        return self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_networks_that_build_themselves_are_refused_untouched(declared):
+    model, X = Builds(declared), torch.randn(9, 5)
+    with pytest.raises(ValueError, match="run it on one batch first"):
+        Jacobian(model, X)
+    assert getattr(model, "last", None) is None
+    assert list(model._modules) == ["first"]
+    model(X)
+    last = model.last
+    f, _ = Jacobian(model, X)(X)
+    assert model.last is last
+    torch.testing.assert_close(f, model(X).detach())
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.randn(3, 5))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_scripted_modules(make):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 1)).eval()
+    X = torch.randn(9, 5)
+    model = make(plain)
+    model.train()
+    _, phi = Jacobian(model, X)(X)
+    assert all(module.training for module in model.modules())
+    torch.testing.assert_close(phi.double(), dense_jacobian(plain.eval(), X)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_buffers_come_back_whatever_they_hold():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 1)
+            self.register_buffer("seen", torch.full((2,), float("nan")))
+
+        def forward(self, x):
+            self.seen.zero_()
+            return self.layer(x)
+
+    model, X = Writes(), torch.randn(9, 5)
+    Jacobian(model, X)(X)
+    assert model.seen.isnan().all()
+    quiet = Jacobian(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), X)
+    assert not quiet.facts()["writes"]
 
 
 def test_layers_that_write_to_their_weights():

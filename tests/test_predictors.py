@@ -387,6 +387,65 @@ def test_normalized_split_is_split_where_leverages_are_equal(residuals):
         assert torch.equal(plain.p_value(X, 0.3), scaled.p_value(X, 0.3))
 
 
+@pytest.mark.parametrize("rows", [8, 60])
+def test_normalized_split_remembers_the_l2_of_its_fit(rows, tmp_path):
+    X, y = data(rows=100)
+    cp = fullcp.NormalizedSplitConformalRegressor(network(), l2=1.0).fit(X[:rows], y[:rows])
+    cp.set_params(l2=100.0)
+    cp.conformalize(X[rows:], y[rows:])
+    cp.save(tmp_path / "cp")
+    loaded = fullcp.NormalizedSplitConformalRegressor.load(tmp_path / "cp", cp.model)
+    assert loaded.l2 == 1.0
+    assert torch.equal(loaded.predict_interval(X).intervals, cp.predict_interval(X).intervals)
+
+
+def test_a_warning_made_an_error_leaves_no_half_of_a_fit():
+    X, y = data()
+    cp = fullcp.FullConformalRegressor(network(), l2=1.0).conformalize(X, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fullcp.FarFromMinimumWarning)
+        with pytest.raises(fullcp.FarFromMinimumWarning):
+            cp.conformalize(X[:40], 1000 * y[:40])
+    assert cp.n_rows_ == len(cp.leverages_) == 40  # the new fit, whole
+    whole = fullcp.FullConformalRegressor(cp.model, l2=1.0).conformalize(X[:40], 1000 * y[:40])
+    assert torch.equal(whole.predict_interval(X).intervals, cp.predict_interval(X).intervals)
+
+
+def test_settings_of_other_kinds_are_kept(tmp_path):
+    X, y = data()
+    l2 = torch.rand(4, requires_grad=True) + 1
+    cp = fullcp.FullConformalRegressor(network(), l2=l2, memory=np.int64(10**8)).conformalize(X, y)
+    cp.save(tmp_path / "cp")
+    loaded = fullcp.FullConformalRegressor.load(tmp_path / "cp", cp.model)
+    assert torch.equal(loaded.predict_interval(X).intervals, cp.predict_interval(X).intervals)
+    la = fullcp.LaplaceRegressor(network(), l2=1.0, noise=np.float32(0.5)).fit(X, y)
+    la.save(tmp_path / "la")
+    fullcp.LaplaceRegressor.load(tmp_path / "la", la.model).fit(X, y)
+
+
+def test_wrapped_networks_load_into_plain_ones(tmp_path):
+    X, y = data()
+    plain = network()
+    for wrapped in (
+        nn.DataParallel(plain),
+        torch.compile(plain, backend="eager"),
+        nn.Sequential(torch.compile(plain, backend="eager")),
+    ):
+        cp = fullcp.FullConformalRegressor(wrapped, l2=1.0).conformalize(X, y)
+        cp.save(tmp_path / "cp")
+        target = nn.Sequential(plain) if isinstance(wrapped, nn.Sequential) else plain
+        loaded = fullcp.FullConformalRegressor.load(tmp_path / "cp", target)
+        torch.testing.assert_close(loaded.predict_interval(X).intervals, cp.predict_interval(X).intervals)
+
+
+@pytest.mark.parametrize("kind", [fullcp.SplitConformalRegressor, fullcp.FullConformalRegressor])
+def test_networks_made_in_inference_mode_are_refused(kind):
+    with torch.inference_mode():
+        model = network()
+    with pytest.raises(ValueError, match=r"'0.weight' was made under torch.inference_mode"):
+        kind(model).conformalize(*data())
+
+
 def test_normalized_split_by_hand():
     model, (X, y) = network(dtype=torch.float64), data(rows=120, dtype=torch.float64)
     cp = fullcp.NormalizedSplitConformalRegressor(model, l2=0.3).fit(X[:60], y[:60]).conformalize(X[60:], y[60:])

@@ -6,12 +6,13 @@ Intervals have shape (n, 2) here; `evaluate` takes the (n, 2, levels[, outputs])
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from math import floor
 from typing import Any, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fullcp.inputs import check_positive_int, read_single_level
 
 Array = NDArray[np.float64]
 
@@ -203,9 +204,8 @@ def _evaluate_one(y: Array, prediction: Array, intervals: Array, level: float, o
 
 
 def _beta_parameters(rows: int, confidence_level: SupportsFloat) -> tuple[int, int]:
-    level = Fraction(str(confidence_level)) if not isinstance(confidence_level, Fraction) else confidence_level
-    if not 0 < level < 1 or rows < 1:
-        raise ValueError(f"confidence_level must lie in (0, 1) and rows be positive, got {confidence_level}, {rows}")
+    level = read_single_level(confidence_level)
+    check_positive_int("rows", rows)
     above = floor((rows + 1) * (1 - level))
     return rows + 1 - above, above
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, RandomSampler
@@ -75,7 +76,7 @@ def model_traits(model: object, *, trainable: bool = True) -> ModelTraits:
         if not parameter.is_floating_point():
             raise TypeError(f"model parameter {name!r} must be real floating point, got {parameter.dtype}")
         if parameter.is_inference():
-            raise ValueError(f"model parameter {name!r} was made under torch.inference_mode: it has no gradients")
+            raise ValueError(f"model parameter {name!r} was made under torch.inference_mode: autograd cannot use it")
         if not torch.isfinite(parameter).all():
             raise ValueError(f"model parameter {name!r} contains NaN or infinite values")
     floating = [t for t in (*learned.values(), *tensors.values()) if t.is_floating_point()]
@@ -129,9 +130,9 @@ def read_inputs(X: object, traits: ModelTraits, *, name: str = "X") -> Rows:
 
 def _read_targets(y: object, device: torch.device, name: str) -> Tensor:
     """Targets as float64, (n, O)."""
-    values, origin = _to_tensor(y, name)
-    if values.dtype == torch.bool:
+    if _is_boolean(y):
         raise TypeError(f"{name} must be numbers to regress on, got true and false")
+    values, origin = _to_tensor(y, name)
     if values.ndim not in (1, 2):
         raise ValueError(f"{name} must have shape (n,) or (n, outputs), got {tuple(values.shape)}")
     if values.numel() == 0:
@@ -215,7 +216,7 @@ def _read_level(level: object) -> Fraction:
     # N + 1 may lie a hair above a whole number. float32 levels are read as they print.
     number = float(str(level)) if isinstance(level, np.floating) else float(level)
     simple = Fraction(number).limit_denominator(10**6)
-    return simple if abs(float(simple) - number) < 1e-15 else Fraction(repr(number))
+    return simple if 0 < simple < 1 and abs(float(simple) - number) < 1e-15 else Fraction(repr(number))
 
 
 def _gather(loader: DataLoader[Any], name: str, *, wants_targets: bool) -> tuple[Tensor, Tensor | None]:
@@ -260,14 +261,13 @@ def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
     except ValueError as error:
         raise ValueError(f"{name} cannot be made into an array: {error}") from error
     if array.dtype == object:
-        try:
-            array = array.astype(np.float64)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name} must hold numbers only: {error}") from error
+        if _holds_words(array):
+            raise TypeError(f"{name} must hold numbers only")
+        array = np.array([np.nan if v is None else float(v) for v in _plain(array)]).reshape(array.shape)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"{name} must be real numbers, got an array of dtype {array.dtype}")
     if array.dtype.kind == "u":
-        array = array.astype(np.int64)
+        array = array.astype(np.float64 if array.max(initial=0) > 2**62 else np.int64)
     elif not array.dtype.isnative or array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     if not (array.flags.writeable and array.flags.aligned) or any(stride < 0 for stride in array.strides):
@@ -284,11 +284,29 @@ def _from_frame(frame: Any, name: str) -> Any:
 
 
 def _holds_numbers(column: Any) -> bool:
-    try:
-        column.to_numpy(dtype=np.float64, na_value=np.nan)
-    except (TypeError, ValueError):
+    kind = getattr(column.dtype, "kind", "O")
+    return kind in "fiub" or (kind == "O" and not _holds_words(column.to_numpy()))
+
+
+def _holds_words(array: NDArray[Any]) -> bool:
+    """Whether an object array has entries that are neither numbers nor missing."""
+    return any(not (value is None or isinstance(value, (Real, np.number)) or value != value) for value in _plain(array))
+
+
+def _plain(array: NDArray[Any]) -> list[Any]:
+    """The entries of an object array, with pandas' NA (which is not even unequal to itself) as None."""
+    return [None if type(value).__name__ == "NAType" else value for value in array.ravel()]
+
+
+def _is_boolean(values: Any) -> bool:
+    """Whether targets are true and false, in whatever container."""
+    kinds = values.dtypes if hasattr(values, "columns") else [getattr(values, "dtype", None)]
+    if any(getattr(kind, "kind", None) == "b" or kind == torch.bool for kind in kinds):
+        return True
+    if not isinstance(values, (list, tuple)) and getattr(getattr(values, "dtype", None), "kind", None) != "O":
         return False
-    return True
+    array = np.asarray(values)
+    return array.size > 0 and all(isinstance(value, (bool, np.bool_)) for value in array.ravel())
 
 
 def _check_device(x: Tensor, origin: Origin, traits: ModelTraits, name: str) -> None:

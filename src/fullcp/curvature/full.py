@@ -238,7 +238,8 @@ class DualCurvature:
             group = chunks[first : first + size]
             at = slice(group[0].start * O, group[-1].stop * O)
             P = torch.cat([self._scaled(self.features.block(rows)) for rows in group])
-            for others in chunks[: first + len(group)]:
+            G[at, at] = P @ P.T
+            for others in chunks[:first]:
                 G[at, others.start * O : others.stop * O] = P @ self._scaled(self.features.block(others)).T
         G.diagonal().add_(1.0)
         return G

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from fullcp.features.outputs import as_rows
+from fullcp.features.preserve import parameters_by_name
 
 Parameters = dict[str, nn.Parameter]
 
@@ -130,7 +131,7 @@ class FunctionalGradients:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (n, O) and gradients (n, O, D)."""
-        values = {name: self.model.get_parameter(name).detach() for name in self.names}
+        values = {name: p.detach() for name, p in parameters_by_name(self.model).items() if name in self.names}
 
         def one_row(values: dict[str, Tensor], row: Tensor) -> tuple[Tensor, Tensor]:
             f = as_rows(functional_call(self.model, values, (row.unsqueeze(0),)), 1)[0]
@@ -161,7 +162,8 @@ class LoopGradients:
 
     def _one_row(self, row: Tensor) -> tuple[Tensor, Tensor]:
         f = as_rows(self.model(row.unsqueeze(0)), 1)[0]
-        parameters = [self.model.get_parameter(name) for name in self.names]
+        found = parameters_by_name(self.model)
+        parameters = [found[name] for name in self.names]
         phi = [
             torch.cat(
                 [g.flatten() for g in torch.autograd.grad(fo, parameters, retain_graph=True, materialize_grads=True)]

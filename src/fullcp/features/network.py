@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullcp.features.outputs import as_rows, check_row_independence
-from fullcp.features.preserve import preserved
+from fullcp.features.preserve import preserved, unwrap, written_tensors
 from fullcp.memory import rows_within
 
 _PROBE_ROWS = 6
@@ -30,7 +30,7 @@ class Network:
     """
 
     def __init__(self, model: nn.Module, x: Tensor | None = None, *, facts: dict[str, Any] | None = None):
-        self.model: nn.Module = getattr(model, "_orig_mod", model)  # a compiled module hides the one with the layers
+        self.model = unwrap(model)
         if facts is None:
             assert x is not None
             self._probe(x)
@@ -44,8 +44,10 @@ class Network:
             probe = normal(x[picks])
         self.row_shape, self._row_dtype = tuple(x.shape[1:]), x.dtype
         with preserved(self.model):
+            before = [_version(tensor) for tensor in written_tensors(self.model)]
             self.outputs = check_row_independence(self.model, probe).shape[1]
             self._activation_bytes = self._measure_activations(probe) // count
+            self._writes = before != [_version(tensor) for tensor in written_tensors(self.model)]
         self._examine(probe)
 
     def _examine(self, probe: Tensor) -> None:
@@ -55,6 +57,7 @@ class Network:
         """What probing found, for JSON: `facts` restores the network without any row of the data."""
         return {
             "outputs": self.outputs,
+            "writes": self._writes,
             "activation_bytes": self._activation_bytes,
             "row_shape": list(self.row_shape),
             "row_dtype": str(self._row_dtype).removeprefix("torch."),
@@ -62,6 +65,7 @@ class Network:
 
     def _take(self, facts: dict[str, Any]) -> None:
         self.outputs = facts["outputs"]
+        self._writes = facts["writes"]
         self._activation_bytes = facts["activation_bytes"]
         self.row_shape = tuple(facts["row_shape"])
         self._row_dtype = getattr(torch, facts["row_dtype"])
@@ -79,7 +83,7 @@ class Network:
 
     def predict(self, x: Tensor) -> Tensor:
         """Outputs f (n, O) of the rows x (n, ...)."""
-        with preserved(self.model), torch.no_grad():
+        with preserved(self.model, writes=self._writes), torch.no_grad():
             return as_rows(self.model(normal(x)), len(x))
 
     def bytes_per_row(self) -> int:
@@ -107,3 +111,7 @@ class Network:
 def normal(x: Tensor) -> Tensor:
     """The tensor, or a copy if it was made in inference mode: such tensors cannot enter autograd."""
     return x.clone() if x.is_inference() else x
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

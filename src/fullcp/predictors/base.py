@@ -301,11 +301,17 @@ class Predictor(ABC):
         self, network: Network, rows: int, columns: list[str] | None, fingerprint: Fingerprint | None = None
     ) -> None:
         """Remember what predictions rest on; called last, so that a failed fit leaves no half of one."""
-        self.network_ = network
-        self.n_rows_ = rows
+        settings = {name: kept_setting(value) for name, value in self.get_params().items() if name != "model"}
+        fingerprint = fingerprint or Fingerprint(self.model)
+        self._settings = {**settings, **self._earlier_settings()}
+        self._fingerprint = fingerprint
         self._columns = columns
-        self._fingerprint = fingerprint or Fingerprint(self.model)
-        self._settings = {name: deepcopy(value) for name, value in self.get_params().items() if name != "model"}
+        self.n_rows_ = rows
+        self.network_ = network
+
+    def _earlier_settings(self) -> dict[str, Any]:
+        """Settings that took effect in a step before the last one."""
+        return {}
 
     def _is_fitted(self) -> bool:
         return hasattr(self, "network_")
@@ -356,6 +362,13 @@ class Predictor(ABC):
             yield where, Batch(self._center(f.double(), phi), phi)
 
 
+def kept_setting(value: Any) -> Any:
+    """A copy of a setting that later changes do not reach."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.item() if isinstance(value, np.generic) else deepcopy(value)
+
+
 def _brief(value: Any) -> str:
     """A short repr: an array by its length."""
     size = getattr(value, "numel", lambda: getattr(value, "size", 1))()
@@ -378,4 +391,5 @@ __all__ = [
     "NotFittedError",
     "PredictionIntervals",
     "Predictor",
+    "kept_setting",
 ]

@@ -122,13 +122,12 @@ class FullConformalRegressor(Predictor):
         step, refined = refine(curvature, jacobian, e, exactly=self._is_refined())
         shift = relative_shift(e, refined)
         slack = curvature.slack()
-        if self._is_refined():
-            self._assemble(curvature, features, refined, slack, step, residuals)
-        else:
-            self._assemble(curvature, features, e, slack, None, residuals)
-            self._warn_if_far(shift)
+        refines = self._is_refined()
+        self._assemble(curvature, features, refined if refines else e, slack, step if refines else None, residuals)
         self.shift_, self.tuning_ = shift, tuning
         self._keep(jacobian, len(rows.x), rows.columns)
+        if not refines:
+            self._warn_if_far(shift)
         return self
 
     @property

@@ -11,7 +11,7 @@ from fullcp.curvature import STRUCTURES
 from fullcp.features import Jacobian, Network
 from fullcp.influence import RESIDUALS
 from fullcp.inputs import check_all_finite, check_choice, check_columns, check_outputs, check_row_shape
-from fullcp.predictors.base import DEFAULT_MEMORY, Batch, NotFittedError
+from fullcp.predictors.base import DEFAULT_MEMORY, Batch, NotFittedError, kept_setting
 from fullcp.predictors.posterior import Posterior
 from fullcp.predictors.split import SplitConformalRegressor
 from fullcp.tuning import tuning_facts, tuning_from
@@ -86,6 +86,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         if hasattr(self, "network_"):
             del self.network_  # calibration on another curvature holds no longer
         self._posterior = posterior
+        self._fit_settings = {name: kept_setting(getattr(self, name)) for name in ("curvature", "l2")}
         self._fit_columns = rows.columns
         self.curvature_, self.tuning_ = posterior.curvature, posterior.tuning
         return self
@@ -112,6 +113,9 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         self._calibrate(self._posterior.jacobian, rows)
         return self
 
+    def _earlier_settings(self) -> dict[str, Any]:
+        return self._fit_settings
+
     def _evaluate(self, network: Network, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
         f, phi = self._posterior.jacobian(x)
         check_all_finite(start, {"outputs": f, "gradients": phi})
@@ -132,5 +136,6 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         super()._restore(network, state, facts)
         self._posterior = Posterior.restore(self.model, network, self._budget(), state)
         self._fit_columns = None
+        self._fit_settings = {name: getattr(self, name) for name in ("curvature", "l2")}
         self.curvature_, self.tuning_ = self._posterior.curvature, tuning_from(facts["tuning"])
         return self._posterior.jacobian

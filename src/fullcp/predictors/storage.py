@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fullcp.features.preserve import unwrap
+
 _KEY = "fullcp"
 _FORMAT = 1
 _SMALL = 2**18  # bytes: a quarter of a millisecond to hash
@@ -83,18 +85,20 @@ class Fingerprint:
 
 
 def _marks(model: nn.Module) -> list[tuple[int, int]]:
-    return [(t.data_ptr(), t._version) for t in _tensors(model).values()]
+    return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in _tensors(model).values()]
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Weights and buffers, those that a state_dict leaves out included."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    model = unwrap(model)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in named.items()}
 
 
 def _digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(_tensors(model).items()):
-        digest.update(f"{name.removeprefix('_orig_mod.')} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
