@@ -19,7 +19,7 @@ INF = float("inf")
 
 
 def absolute_rank(level: Fraction, count: int) -> int:
-    """K = ceil((1 - alpha)(N + 1)); N + 1 means that no finite end exists.
+    """The rank k = ceil((1 - alpha)(N + 1)); N + 1 means that no finite end exists.
 
     Examples
     --------

@@ -203,7 +203,7 @@ class DualCurvature:
         return {"dual_factor": self.factor, "l2": self.diagonal}
 
     def _split(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """A (n, m) and r (D, m) of columns phi'^T (D, m); see the class."""
+        """The parts a (n, m) and r (D, m) of columns phi'^T (D, m); see the class."""
         k = columns.new_empty(len(self.factor), columns.shape[1])
         for rows, P in self._blocks("kernel"):
             k[rows] = P @ columns
@@ -214,7 +214,7 @@ class DualCurvature:
         return a, r
 
     def _blocks(self, description: str) -> Iterator[tuple[slice, Tensor]]:
-        """Phi' in blocks of its n rows, with their places."""
+        """Blocks of the n rows of phi', with their places."""
         if self._held is not None:
             yield slice(0, len(self._held)), self._held
             return
@@ -245,7 +245,7 @@ class DualCurvature:
         return G
 
     def _scaled(self, phi: Tensor) -> Tensor:
-        """Phi' = phi / sqrt(l2) with rows (n O, D)."""
+        """The rows phi' = phi / sqrt(l2), (n O, D)."""
         return phi.flatten(0, 1).double() * self.root
 
     def _blame(self, row: int) -> str:

@@ -169,6 +169,8 @@ class FullConformalRegressor(Predictor):
         check_choice("curvature", self.curvature, STRUCTURES)
         check_choice("score", self.score, SCORES)
         check_choice("residuals", self.residuals, ("auto", *RESIDUALS))
+        if not isinstance(self._is_refined(), bool):
+            raise TypeError(f"refine must be True or False, got {self.refine!r}")
 
     def _is_refined(self) -> bool:
         return self.refine
