@@ -1,0 +1,58 @@
+"""The predictors that the contract runs over, their network and their data."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import fullcp
+
+
+def network(outputs=1, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).to(dtype)
+
+
+def data(outputs=1, rows=70, seed=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(rows, 4, generator=generator)
+    y = X[:, :1] * torch.arange(1, outputs + 1) + torch.randn(rows, outputs, generator=generator)
+    return X.to(dtype), (y[:, 0] if outputs == 1 else y).to(dtype)
+
+
+def fit_both(cp, X, y):
+    """A method that is given training and calibration rows."""
+    return cp.fit(X[:45], y[:45]).conformalize(X[45:], y[45:])
+
+
+# A predictor is tested by adding a line: name -> (class, arguments, how it is given data).
+PREDICTORS = {
+    "full": (fullcp.FullConformalRegressor, {}, lambda cp, X, y: cp.conformalize(X, y)),
+    "full, signed, deleted": (
+        fullcp.FullConformalRegressor,
+        {"residuals": "signed", "score": "deleted", "refine": True, "l2": [1.0, 2.0, 3.0, 4.0]},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
+    "full, dual": (
+        fullcp.FullConformalRegressor,
+        {"residuals": "signed", "score": "standard"},
+        lambda cp, X, y: cp.conformalize(X[:25], y[:25]),
+    ),
+    "refined split": (fullcp.RefinedSplitConformalRegressor, {"l2": 0.5}, lambda cp, X, y: cp.conformalize(X, y)),
+    "normalized split": (fullcp.NormalizedSplitConformalRegressor, {}, fit_both),
+    "normalized split, dual, signed": (
+        fullcp.NormalizedSplitConformalRegressor,
+        {"residuals": "signed"},
+        lambda cp, X, y: cp.fit(X[:20], y[:20]).conformalize(X[20:], y[20:]),
+    ),
+    "split": (fullcp.SplitConformalRegressor, {}, lambda cp, X, y: cp.conformalize(X, y)),
+    "split, signed": (fullcp.SplitConformalRegressor, {"residuals": "signed"}, lambda cp, X, y: cp.conformalize(X, y)),
+    "laplace": (fullcp.LaplaceRegressor, {"noise": 0.8}, lambda cp, X, y: cp.fit(X, y)),
+}
+LEVELS = [0.5, 0.9, 0.8]
+
+
+def build(name, outputs=1, dtype=torch.float32, fit=True, **changes):
+    kind, arguments, give = PREDICTORS[name]
+    cp = kind(network(outputs, dtype=dtype), **{**arguments, **changes})
+    return give(cp, *data(outputs, dtype=dtype)) if fit else cp
