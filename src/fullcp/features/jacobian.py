@@ -32,8 +32,8 @@ _WAYS: list[type[LinearGradients] | type[FunctionalGradients] | type[LoopGradien
 class Jacobian(Network):
     """Outputs and per-row gradients of a model, computed the fastest way that gives the right numbers.
 
-    The way is chosen once, on a few rows: the linear-layer path is used only where it agrees with torch.func (or
-    with plain autograd, where torch.func cannot go).
+    The way is chosen once, on a few rows: linear layers or torch.func are trusted only where plain autograd, one row at
+    a time, confirms them; where neither is, that loop itself serves.
 
     Parameters
     ----------

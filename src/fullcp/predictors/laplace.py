@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.curvature import STRUCTURES
-from fullcp.features import Jacobian, Network
+from fullcp.features import Network
 from fullcp.inputs import check_choice, read_label, read_levels
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.predictors.posterior import Posterior
@@ -43,6 +43,7 @@ class LaplaceRegressor(Predictor):
     ----------
     noise_ : the noise in use.
     curvature_ : the fitted curvature.
+    tuning_ : the tuned l2 and noise; None where l2 was given.
 
     Examples
     --------
@@ -82,9 +83,7 @@ class LaplaceRegressor(Predictor):
         check_choice("curvature", self.curvature, STRUCTURES)
         noise = self._read_noise()
         rows = self._read_data(X, y)
-        jacobian = Jacobian(self.model, rows.x)
-        y_checked = self._check_targets(jacobian, rows)
-        posterior = Posterior.fit(jacobian, rows.x, y_checked, self.curvature, self.l2, self._budget())
+        posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget())
         if noise is None:
             noise = posterior.tuning.noise if posterior.tuning else posterior.error
             if noise == 0:
@@ -100,7 +99,7 @@ class LaplaceRegressor(Predictor):
         rows = self._read_inputs(X)
         O = self.network_.outputs
         unit_ball = O / 2 * log(pi) - lgamma(O / 2 + 1)
-        radii = torch.tensor([chi_square_quantile(float(level), O) for level in levels]).double()
+        radii = chi_square_quantiles(levels, O)
         logs = []
         for _, batch in self._batches(rows.x):
             half_log_det = self._covariance(batch).logdet() / 2  # (m,)
@@ -113,7 +112,7 @@ class LaplaceRegressor(Predictor):
         rows = self._read_inputs(X)
         O = self.network_.outputs
         labels = read_label(y, len(rows.x), O, rows.x.device)
-        radii = torch.tensor([chi_square_quantile(float(level), O) for level in levels]).double()
+        radii = chi_square_quantiles(levels, O)
         distances = []
         for where, batch in self._batches(rows.x):
             r = (labels[where] - batch.f).unsqueeze(2)  # (m, O, 1)
@@ -157,8 +156,8 @@ class LaplaceRegressor(Predictor):
         return self._posterior.jacobian
 
 
-def chi_square_quantile(level: float, freedom: int) -> float:
-    """The `level` quantile of the chi-square distribution."""
+def chi_square_quantiles(levels: list[Fraction], freedom: int) -> Tensor:
+    """The quantiles of the chi-square distribution, float64 (L,)."""
     from scipy.special import chdtri
 
-    return float(chdtri(freedom, 1 - level))
+    return torch.tensor([float(chdtri(freedom, float(1 - level))) for level in levels], dtype=torch.float64)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.curvature import STRUCTURES
-from fullcp.features import Jacobian, Network
+from fullcp.features import Network
 from fullcp.influence import RESIDUALS
-from fullcp.inputs import check_all_finite, check_choice, check_columns, check_outputs, check_row_shape
+from fullcp.inputs import check_all_finite, check_choice, check_columns, check_row_shape
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, NotFittedError, kept_setting
 from fullcp.predictors.posterior import Posterior
 from fullcp.predictors.split import SplitConformalRegressor
@@ -38,6 +38,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
     Attributes
     ----------
     curvature_ : the curvature of the training rows.
+    tuning_ : the tuned l2 and noise; None where l2 was given.
     n_rows_ : number of calibration rows.
 
     Examples
@@ -80,9 +81,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         check_choice("curvature", self.curvature, STRUCTURES)
         check_choice("residuals", self.residuals, RESIDUALS)
         rows = self._read_data(X, y)
-        jacobian = Jacobian(self.model, rows.x)
-        y_checked = self._check_targets(jacobian, rows)
-        posterior = Posterior.fit(jacobian, rows.x, y_checked, self.curvature, self.l2, self._budget())
+        posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget())
         if hasattr(self, "network_"):
             del self.network_  # calibration on another curvature holds no longer
         self._posterior = posterior
@@ -108,8 +107,6 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         rows = self._read_data(X, y)
         check_row_shape(rows.x, self._posterior.jacobian.row_shape)
         check_columns(rows.columns, self._fit_columns)
-        assert rows.y is not None
-        check_outputs(self._posterior.jacobian.outputs, rows.y)
         self._calibrate(self._posterior.jacobian, rows)
         return self
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fullcp.curvature import Curvature, fit_curvature, restore_full
 from fullcp.features import FeatureRows, Jacobian
-from fullcp.inputs import check_all_finite
+from fullcp.inputs import Rows, check_all_finite, check_outputs
 from fullcp.predictors.storage import Fingerprint
 from fullcp.tuning import Tuning, settle
 
@@ -28,13 +28,16 @@ class Posterior:
     """Root mean square of the training residuals."""
 
     @classmethod
-    def fit(cls, jacobian: Jacobian, x: Tensor, y: Tensor, curvature: str, l2: object, memory: int) -> Posterior:
-        """Fit the curvature to training rows x (N, ...); y (N, O) matters for tuning and `error`."""
-        features = FeatureRows(jacobian, x, memory=memory)
-        e = y - features.predictions
+    def fit(cls, model: nn.Module, rows: Rows, curvature: str, l2: object, memory: int) -> Posterior:
+        """Fit the curvature to training rows; their targets matter for tuning and `error`."""
+        jacobian = Jacobian(model, rows.x)
+        assert rows.y is not None
+        check_outputs(jacobian.outputs, rows.y)
+        features = FeatureRows(jacobian, rows.x, memory=memory)
+        e = rows.y - features.predictions
         l2, tuning = settle(l2, features, e)
         fitted = fit_curvature(features, curvature, l2, cross=False)
-        return cls(jacobian, features, fitted, Fingerprint(jacobian.model), tuning, float(e.square().mean().sqrt()))
+        return cls(jacobian, features, fitted, Fingerprint(model), tuning, float(e.square().mean().sqrt()))
 
     def covariance(self, phi: Tensor) -> Tensor:
         """I + V of test points phi (m, O, D), (m, O, O): the predictive covariance in units of the noise."""
