@@ -70,6 +70,24 @@ def test_flat_and_several_outputs():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(("hidden", "threads"), [(50, 1), (300_000, 2)])
+def test_small_steps_take_one_thread_and_give_it_back(hidden, threads):
+    seen = []
+
+    class Watches(nn.Sequential):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return super().forward(x)
+
+    torch.set_num_threads(2)
+    try:
+        train(Watches(*mlp(4, (hidden,))), X[:16], y[:16], epochs=1)
+        assert seen[-1] == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_last_row_alone_is_no_batch():
     """BatchNorm cannot train on one row: 33 rows in batches of 32 are one batch."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fullcp.curvature import expand_l2
 from fullcp.features import Network
 from fullcp.inputs import check_outputs, check_positive_int, model_traits, read_rows
+from fullcp.training.threads import one_thread_if_small
 
 
 def train(
@@ -70,21 +71,25 @@ def train(
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     losses: list[float] = []
+    work = min(batch_size, len(rows.x)) * sum(p.numel() for p in parameters)
     try:
-        for epoch in range(epochs):
-            total = 0.0
-            for batch in _batches(torch.randperm(len(rows.x), generator=generator), batch_size):
-                where = batch.to(traits.device)
-                optimizer.zero_grad(set_to_none=True)
-                loss = _objective(model, rows.x[where], targets[where], parameters, weights)
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                total += loss.item() * len(batch)
-            losses.append(total / len(rows.x))
-            if not losses[-1] < float("inf"):
-                rate = schedule.get_last_lr()[0]
-                raise ValueError(f"training diverged in epoch {epoch} (learning rate {rate:.3g}): the loss is {total}")
-            schedule.step()
+        with one_thread_if_small(work):
+            for epoch in range(epochs):
+                total = 0.0
+                for batch in _batches(torch.randperm(len(rows.x), generator=generator), batch_size):
+                    where = batch.to(traits.device)
+                    optimizer.zero_grad(set_to_none=True)
+                    loss = _objective(model, rows.x[where], targets[where], parameters, weights)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    total += loss.item() * len(batch)
+                losses.append(total / len(rows.x))
+                if not losses[-1] < float("inf"):
+                    rate = schedule.get_last_lr()[0]
+                    raise ValueError(
+                        f"training diverged in epoch {epoch} (learning rate {rate:.3g}): the loss is {total}"
+                    )
+                schedule.step()
     finally:
         optimizer.zero_grad(set_to_none=True)
         for module, mode in modes:
