@@ -210,7 +210,8 @@ class TestContract:
         expected = {n: cp.predict_interval(X[:n], LEVELS).intervals for n in set(rows)}
         with ThreadPoolExecutor(4) as pool:
             results = list(pool.map(lambda n: cp.predict_interval(X[:n], LEVELS).intervals, rows))
-        assert all(torch.equal(expected[n], found) for n, found in zip(rows, results))
+        for n, found in zip(rows, results):  # a race shows in the first digits; threads may sum in another order
+            torch.testing.assert_close(found, expected[n], rtol=1e-12, atol=1e-12)
         assert all(module.training for module in cp.model.modules())
 
     def test_files_hold_no_rows_but_those_needed(self, name, tmp_path):
