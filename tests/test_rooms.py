@@ -10,17 +10,17 @@ import fullcp
 SOURCE = Path(fullcp.__file__).parent
 # Upstream first. A room may import from rooms to its left.
 ROOMS = [
-    ["memory", "progress", "version"],
+    ["files", "memory", "progress", "version"],
     ["inputs"],
     ["features"],
     ["curvature"],
     ["refinement", "tuning"],
+    ["training"],
     ["influence"],
     ["regions"],
     ["engine"],
     ["predictors"],
     ["evaluation"],
-    ["training"],
     ["data"],
     ["plots", "report"],
     ["experiments"],

@@ -44,7 +44,7 @@ def test_seed_fixes_everything():
     for seed in (0, 0, 1):
         model = copy.deepcopy(start)
         state = torch.get_rng_state()
-        losses = train(model, X, y, epochs=5, batch_size=32, seed=seed)
+        losses = train(model, X, y, epochs=5, batch_size=32, seed=seed).losses
         assert torch.equal(state, torch.get_rng_state())
         runs.append((losses, model[0].weight.detach()))
     assert runs[0][0] == runs[1][0]
@@ -64,9 +64,9 @@ def test_model_comes_back_in_its_modes_without_gradients():
 
 def test_flat_and_several_outputs():
     flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    assert train(flat, X, y, epochs=30)[-1] < train(flat, X, y, epochs=1, learning_rate=(1e-6, 1e-6))[0] + 1.0
+    assert train(flat, X, y, epochs=30).losses[-1] < train(flat, X, y, epochs=1, learning_rate=(1e-6, 1e-6)).losses[0] + 1.0
     many = mlp(4, outputs=2)
-    losses = train(many, X, np.stack([y, -y], 1), epochs=30)
+    losses = train(many, X, np.stack([y, -y], 1), epochs=30).losses
     assert losses[-1] < losses[0]
 
 
@@ -91,7 +91,7 @@ def test_small_steps_take_one_thread_and_give_it_back(hidden, threads):
 def test_a_last_row_alone_is_no_batch():
     """BatchNorm cannot train on one row: 33 rows in batches of 32 are one batch."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    assert len(train(model, X[:33], y[:33], epochs=2, batch_size=32)) == 2
+    assert len(train(model, X[:33], y[:33], epochs=2, batch_size=32).losses) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,5 +117,5 @@ def test_bad_input(changes, error, words):
 
 
 def test_divergence_names_epoch_and_rate():
-    with pytest.raises(ValueError, match=r"training diverged in epoch \d+ \(learning rate .*"):
+    with pytest.raises(ValueError, match=r"training diverged: .* in epoch \d+, step \d+ \(learning rate .*"):
         train(mlp(4), 1e30 * X, y, epochs=50, learning_rate=(1e9, 1e9))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.features import Network
+from fullcp.files import read_file, write_file
 from fullcp.inputs import (
     Rows,
     check_all_finite,
@@ -34,7 +35,7 @@ from fullcp.inputs import (
 )
 from fullcp.memory import DEFAULT_MEMORY, parse_memory
 from fullcp.predictors.result import PredictionIntervals
-from fullcp.predictors.storage import Fingerprint, read_file, write_file
+from fullcp.predictors.fingerprint import Fingerprint
 from fullcp.progress import track
 from fullcp.regions import Interval, bonferroni
 

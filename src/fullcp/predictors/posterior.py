@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fullcp.curvature import Curvature, fit_curvature, restore_full
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.inputs import Rows, check_all_finite, check_outputs
-from fullcp.predictors.storage import Fingerprint
+from fullcp.predictors.fingerprint import Fingerprint
 from fullcp.tuning import Tuning, settle
 
 

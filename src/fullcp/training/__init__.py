@@ -1,6 +1,17 @@
-"""Training: the paper's network and recipe."""
+"""Training: the paper's network and recipe, for one network or for many at once."""
 
-from fullcp.training.networks import mlp
-from fullcp.training.trainer import train
+from fullcp.training.losses import PinballLoss
+from fullcp.training.networks import mlp, replicate
+from fullcp.training.online import Schedule
+from fullcp.training.trainer import DivergenceWarning, Training, train, train_ensemble
 
-__all__ = ["mlp", "train"]
+__all__ = [
+    "DivergenceWarning",
+    "PinballLoss",
+    "Schedule",
+    "Training",
+    "mlp",
+    "replicate",
+    "train",
+    "train_ensemble",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 
@@ -30,3 +31,20 @@ def mlp(
         layers += [nn.Linear(width, size), activation()]
         width = size
     return nn.Sequential(*layers, nn.Linear(width, outputs))
+
+
+def replicate(make: Callable[[], nn.Module], seeds: Sequence[int]) -> list[nn.Module]:
+    """Networks of one architecture with initial weights from the given seeds; torch's own state is left alone.
+
+    Examples
+    --------
+    >>> models = replicate(lambda: mlp(6), range(100))
+    >>> len(models)
+    100
+    """
+    models = []
+    for seed in seeds:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            models.append(make())
+    return models

@@ -1,0 +1,85 @@
+"""Losses of one row, for stacks of networks: value and gradient in the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RowLoss = Callable[[Tensor, Tensor], Tensor]
+
+
+class SquaredLoss:
+    """1/2 |y - f|^2."""
+
+    same_shape = True
+
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        """Loss of each row, (...,) from f and y (..., O)."""
+        return (f - y).square().sum(-1) / 2
+
+    def gradient(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses (...,) and their gradients in f (..., O)."""
+        r = f - y
+        return r.square().sum(-1) / 2, r
+
+
+class PinballLoss:
+    """The mean over quantiles tau_k of max(tau_k (y - f_k), (tau_k - 1) (y - f_k)).
+
+    The outputs are quantiles of one target.
+
+    Parameters
+    ----------
+    quantiles : sequence of K floats in (0, 1)
+    """
+
+    same_shape = False
+
+    def __init__(self, quantiles: Sequence[float]):
+        self.quantiles = tuple(float(tau) for tau in quantiles)
+
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        """Loss of each row, (...,) from f (..., K) and y (..., 1)."""
+        return self.gradient(f, y)[0]
+
+    def gradient(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses (...,) and their gradients in f (..., K)."""
+        tau = torch.tensor(self.quantiles, dtype=f.dtype, device=f.device)
+        g = torch.where(y > f, -tau, 1 - tau) / len(self.quantiles)
+        return ((f - y) * g).sum(-1), g
+
+
+class _UserLoss:
+    """A loss that a user wrote, differentiated by autograd."""
+
+    same_shape = False
+
+    def __init__(self, function: RowLoss):
+        self.function = function
+
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.function(f, y)
+
+    def gradient(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            f = f.detach().requires_grad_()
+            losses = self.function(f, y)
+            (g,) = torch.autograd.grad(losses.sum(), f)
+        return losses.detach(), g
+
+
+def read_loss(loss: object) -> Any:
+    """The loss that the user names, or brings."""
+    if loss == "squared":
+        return SquaredLoss()
+    if hasattr(loss, "gradient"):
+        return loss
+    if callable(loss):
+        return _UserLoss(loss)
+    raise TypeError(
+        f"loss must be 'squared' or a callable that takes outputs (..., O) and targets (..., K) and returns one number "
+        f"a row (...), got {loss!r}"
+    )
