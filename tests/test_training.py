@@ -64,7 +64,10 @@ def test_model_comes_back_in_its_modes_without_gradients():
 
 def test_flat_and_several_outputs():
     flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    assert train(flat, X, y, epochs=30).losses[-1] < train(flat, X, y, epochs=1, learning_rate=(1e-6, 1e-6)).losses[0] + 1.0
+    assert (
+        train(flat, X, y, epochs=30).losses[-1]
+        < train(flat, X, y, epochs=1, learning_rate=(1e-6, 1e-6)).losses[0] + 1.0
+    )
     many = mlp(4, outputs=2)
     losses = train(many, X, np.stack([y, -y], 1), epochs=30).losses
     assert losses[-1] < losses[0]

@@ -34,8 +34,8 @@ from fullcp.inputs import (
     read_single_level,
 )
 from fullcp.memory import DEFAULT_MEMORY, parse_memory
-from fullcp.predictors.result import PredictionIntervals
 from fullcp.predictors.fingerprint import Fingerprint
+from fullcp.predictors.result import PredictionIntervals
 from fullcp.progress import track
 from fullcp.regions import Interval, bonferroni
 

@@ -11,7 +11,7 @@ from fullcp.features.outputs import as_rows
 from fullcp.features.preserve import preserved
 from fullcp.training.chain import Chain
 from fullcp.training.modules import Functional, Loop, stackable
-from fullcp.training.stack import NotStackableError, Stack
+from fullcp.training.stack import Stack
 
 _PROBE_ROWS = 3
 _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -20,16 +20,18 @@ _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}
 def build_stack(models: Sequence[nn.Module], x: Tensor) -> Stack:
     """A stack of the networks; a few of the rows x (n, ...) are used to try it."""
     probe = x[:_PROBE_ROWS]
-    for way in (Chain, Functional):
-        try:
-            if way is Functional:
-                stackable(models, probe)
-            stack = way(models)
-            if _agrees(stack, models, probe):
-                return stack
-        except Exception:
-            continue
-    return Loop(models)
+    return _tried(Chain, models, probe) or _tried(Functional, models, probe) or Loop(models)
+
+
+def _tried(way: type[Chain] | type[Functional], models: Sequence[nn.Module], probe: Tensor) -> Stack | None:
+    """The stack, if this way can run the networks."""
+    try:
+        if way is Functional:
+            stackable(models, probe)
+        stack = way(models)
+        return stack if _agrees(stack, models, probe) else None
+    except Exception:  # whatever the reason: torch has many ways to say so, and a slower way is left
+        return None
 
 
 def _agrees(stack: Stack, models: Sequence[nn.Module], probe: Tensor) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -193,10 +192,9 @@ def _read(model: nn.Module) -> list[_Linear | Activation]:
     used = 0
     for part in _flat(model):
         if type(part) is nn.Linear:
-            layer = cast(nn.Linear, part)
-            bias = None if layer.bias is None else places[id(layer.bias)]
-            steps.append(_Linear(layer.in_features, layer.out_features, places[id(layer.weight)], bias))
-            used += sum(p.numel() for p in layer.parameters())
+            bias = None if part.bias is None else places[id(part.bias)]
+            steps.append(_Linear(part.in_features, part.out_features, places[id(part.weight)], bias))
+            used += sum(p.numel() for p in part.parameters())
             continue
         activation = activation_of(part)
         if activation is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch import Tensor
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
 class SquaredLoss:
     """1/2 |y - f|^2."""
 
-    same_shape = True
+    same_shape: ClassVar[bool] = True
 
     def __call__(self, f: Tensor, y: Tensor) -> Tensor:
         """Loss of each row, (...,) from f and y (..., O)."""
@@ -26,6 +28,7 @@ class SquaredLoss:
         return r.square().sum(-1) / 2, r
 
 
+@dataclass(frozen=True)
 class PinballLoss:
     """The mean over quantiles tau_k of max(tau_k (y - f_k), (tau_k - 1) (y - f_k)).
 
@@ -36,10 +39,14 @@ class PinballLoss:
     quantiles : sequence of K floats in (0, 1)
     """
 
-    same_shape = False
+    quantiles: Sequence[float]
+    same_shape: ClassVar[bool] = False
 
-    def __init__(self, quantiles: Sequence[float]):
-        self.quantiles = tuple(float(tau) for tau in quantiles)
+    def __post_init__(self) -> None:
+        taus = tuple(float(tau) for tau in self.quantiles)
+        if not taus or not all(0 < tau < 1 for tau in taus):
+            raise ValueError(f"quantiles must lie strictly between 0 and 1, got {self.quantiles!r}")
+        object.__setattr__(self, "quantiles", taus)
 
     def __call__(self, f: Tensor, y: Tensor) -> Tensor:
         """Loss of each row, (...,) from f (..., K) and y (..., 1)."""
@@ -59,6 +66,10 @@ class _UserLoss:
 
     def __init__(self, function: RowLoss):
         self.function = function
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        return f"{self.function.__module__}.{name}"
 
     def __call__(self, f: Tensor, y: Tensor) -> Tensor:
         return self.function(f, y)

@@ -40,7 +40,9 @@ class Pool:
         return Pool(self.x, self.y, self.rows[which], self.counts[which])
 
 
-def read_pool(models: Sequence[nn.Module], data: Any, *, same_shape: bool, name: str = "data") -> Pool:
+def read_pool(
+    models: Sequence[nn.Module], data: Any, *, same_shape: bool, name: str = "data", like: Pool | None = None
+) -> Pool:
     """Check the data of each network and put them together.
 
     Parameters
@@ -48,6 +50,7 @@ def read_pool(models: Sequence[nn.Module], data: Any, *, same_shape: bool, name:
     models : networks of one architecture.
     data : a pair (X, y) that all networks share, or one pair a network
     same_shape : whether the targets must have a column an output.
+    like : a pool whose rows and targets have the shape that is wanted.
     """
     traits = _common_traits(models)
     pairs = _pairs(data, len(models), name)
@@ -55,6 +58,7 @@ def read_pool(models: Sequence[nn.Module], data: Any, *, same_shape: bool, name:
     xs: list[Tensor] = []
     ys: list[Tensor] = []
     total = 0
+    expected = None if like is None else (tuple(like.x.shape[1:]), like.y.shape[1])
     for b, (X, y) in enumerate(pairs):
         key = (id(X), id(y))
         if key in offsets:
@@ -62,10 +66,13 @@ def read_pool(models: Sequence[nn.Module], data: Any, *, same_shape: bool, name:
         own = "" if len(pairs) == 1 or all(pair is pairs[0] for pair in pairs) else f" of network {b}"
         rows = read_rows(X, y, traits, x_name=f"X{own}", y_name=f"y{own}")
         assert rows.y is not None
-        if xs and rows.x.shape[1:] != xs[0].shape[1:]:
-            raise ValueError(f"X{own} has rows of shape {tuple(rows.x.shape[1:])}, others {tuple(xs[0].shape[1:])}")
-        if ys and rows.y.shape[1] != ys[0].shape[1]:
-            raise ValueError(f"y{own} has {rows.y.shape[1]} column(s), others {ys[0].shape[1]}")
+        shapes = (tuple(rows.x.shape[1:]), rows.y.shape[1])
+        expected = expected or shapes
+        if shapes != expected:
+            raise ValueError(
+                f"{name}: X{own} has rows of shape {shapes[0]} with {shapes[1]} target(s) each, others {expected[0]} "
+                f"with {expected[1]}"
+            )
         if not xs:
             outputs = Network(models[0], rows.x).outputs
         if same_shape:
@@ -89,7 +96,9 @@ def _pairs(data: Any, networks: int, name: str) -> list[tuple[Any, Any]]:
     if isinstance(data, tuple) and len(data) == 2:
         return [data] * networks
     if len(data) != networks:
-        raise ValueError(f"{name} must have one pair (X, y) a network: there are {networks} networks, {len(data)} pairs")
+        raise ValueError(
+            f"{name} must be one pair (X, y) a network: there are {networks} networks, {len(data)} pairs"
+        )
     for b, pair in enumerate(data):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"{name}[{b}] must be a pair (X, y), got {type(pair).__name__}")
@@ -103,5 +112,7 @@ def _common_traits(models: Sequence[nn.Module]) -> ModelTraits:
     shapes = [[tuple(p.shape) for p in model.parameters() if p.requires_grad] for model in models]
     for b, found in enumerate(shapes):
         if found != shapes[0]:
-            raise ValueError(f"models must be of one architecture: model {b} has parameters of other shapes than model 0")
+            raise ValueError(
+                f"models must be of one architecture: model {b} has other parameters than model 0"
+            )
     return traits[0]

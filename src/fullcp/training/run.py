@@ -117,6 +117,7 @@ class Run:
         self._best_l2, self._best_noise = l2.clone(), noise.clone()
         self._best_epoch = torch.zeros(total, dtype=torch.int64)
         self._waited = torch.zeros(total, dtype=torch.int64)
+        self._penalty = self._precision = l2.new_empty(0)
         self._window: list[Tensor] = []  # step losses (S, B) of the epochs not yet looked at
         self._arrange()
 
@@ -162,9 +163,7 @@ class Run:
         self._step_losses = torch.zeros(S, B, dtype=dtype, device=device)
         self._shares = [self._shares_of(step) for step in self.steps]
         self._counts = [None if step.sizes is None else step.sizes for step in self.steps]
-        self._masks = [
-            None if bool(active.all()) else active.to(device, dtype).unsqueeze(1) for active in taking_part
-        ]
+        self._masks = [None if bool(active.all()) else active.to(device, dtype).unsqueeze(1) for active in taking_part]
         widths = {step.stop - step.start for step in self.steps}
         self._room = {n: tuple(t.new_empty(B * n, *t.shape[1:]) for t in (pool.x, pool.y)) for n in widths}
         if S == 1:  # the order of the rows does not matter
@@ -177,7 +176,7 @@ class Run:
         device, dtype = self.stack.theta.device, self.stack.theta.dtype
         if step.sizes is None:
             return torch.full((len(self.stack), 1), 1 / (step.stop - step.start), dtype=dtype, device=device)
-        sizes = step.sizes.unsqueeze(1)
+        sizes = step.sizes.double().unsqueeze(1)
         place = torch.arange(step.stop - step.start)
         return torch.where(place < sizes, 1 / sizes.clamp(min=1), 0.0).to(device, dtype)
 
@@ -186,7 +185,7 @@ class Run:
         dtype = self.stack.theta.dtype
         precision = self.noise.double().pow(-2).unsqueeze(1)  # (B, 1)
         penalty = (self.l2 * precision / self.pool.counts.unsqueeze(1)).to(dtype)
-        if hasattr(self, "_penalty") and self._penalty.shape == penalty.shape:
+        if self._penalty.shape == penalty.shape:
             self._penalty.copy_(penalty)
             self._precision.copy_(precision)
         else:
@@ -296,7 +295,6 @@ class Run:
         if self.watch is not None:
             self.watch.keep(there)
         self._arrange()
-
 
     # Interruption
 

@@ -303,9 +303,7 @@ def _read_watch(
         return OnlineTuning(models[0], len(models), recipe.epochs, tuning or Schedule())
     if validation is None:
         return None
-    held = read_pool(models, validation, same_shape=loss.same_shape, name="validation")
-    if held.x.shape[1:] != pool.x.shape[1:] or held.y.shape[1] != pool.y.shape[1]:
-        raise ValueError("validation must have rows and targets of the shape of those that train")
+    held = read_pool(models, validation, same_shape=loss.same_shape, name="validation", like=pool)
     return Validation(held, loss, patience=patience)
 
 
