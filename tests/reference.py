@@ -155,3 +155,10 @@ class DenseGaussNewton:
             elif member:
                 pieces.append((edges[j], edges[j + 1]))
         return pieces
+
+
+def log_marginal_likelihood(phi: Tensor, e: Tensor, theta: Tensor, d: Tensor, v: Tensor) -> Tensor:
+    """Laplace's formula with slogdet, for gradients phi (n, D), residuals e (n,), weights theta, precisions d (D,)."""
+    A = phi.T @ phi / v + torch.diag(d)
+    fit = len(e) * torch.log(2 * torch.pi * v) + e.square().sum() / v
+    return (d.log().sum() - (d * theta.square()).sum() - fit - torch.linalg.slogdet(A)[1]) / 2

@@ -11,8 +11,8 @@ from torch import nn
 
 import fullcp
 from fullcp.features import FeatureRows, Jacobian
-from fullcp.tuning import Evidence, tune
-from reference import dense_jacobian
+from fullcp.tuning import evidence_of, evidence_of_many, tune
+from reference import dense_jacobian, log_marginal_likelihood
 
 
 def problem(rows, hidden=3, outputs=1, seed=0, memory=10**8):
@@ -29,14 +29,25 @@ def dense(model, X, e, precision, variance):
     phi = dense_jacobian(model, X)[1].flatten(0, 1)
     d = torch.cat([value * torch.ones(p.numel(), dtype=torch.float64) for p, value in zip(parameters, precision)])
     theta = torch.cat([p.detach().flatten() for p in parameters])
-    n = e.numel()
-    A = phi.T @ phi / variance + torch.diag(d)
-    return (
-        -n / 2 * np.log(2 * np.pi * variance)
-        - float(e.square().sum()) / (2 * variance)
-        + 0.5 * float(d.log().sum() - (d * theta.square()).sum())
-        - 0.5 * float(torch.linalg.slogdet(A)[1])
-    )
+    return log_marginal_likelihood(phi, e.flatten(), theta, d, torch.tensor(variance, dtype=torch.float64)).item()
+
+
+def at(log_precision, variance):
+    """Arguments of the evidence of one network."""
+    return torch.as_tensor(log_precision, dtype=torch.float64).reshape(1, -1), torch.tensor([variance]).double().log()
+
+
+def check_gradient(evidence, log_precision, log_variance):
+    """In each argument, against differences of the value."""
+    found, step = evidence(log_precision, log_variance), 1e-5
+    torch.testing.assert_close(evidence.value(log_precision, log_variance), found.value)
+    for g in range(evidence.groups):
+        shift = torch.zeros(evidence.groups, dtype=torch.float64)
+        shift[g] = step
+        up, down = (evidence(log_precision + sign * shift, log_variance).value for sign in (1, -1))
+        torch.testing.assert_close(found.in_log_precision[:, g], (up - down) / (2 * step), rtol=1e-5, atol=1e-5)
+    up, down = (evidence(log_precision, log_variance + sign * step).value for sign in (1, -1))
+    torch.testing.assert_close(found.in_log_variance, (up - down) / (2 * step), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=60)
@@ -49,21 +60,72 @@ def dense(model, X, e, precision, variance):
 )
 def test_value_is_the_dense_formula_and_gradient_its_differences(rows, hidden, outputs, structure, seed):
     model, X, e, features = problem(rows, hidden, outputs, seed)
-    evidence = Evidence(features, e, structure=structure)
+    evidence = evidence_of(features, e, structure)
     rng = np.random.default_rng(seed)
-    x = torch.from_numpy(rng.uniform(-3, 3, evidence.groups))
-    log_variance = rng.uniform(-3, 2)
-    found = evidence(x, log_variance)
-    precision = x.exp().expand(4) if structure == "scalar" else x.exp()
-    assert found.value == pytest.approx(dense(model, X, e, precision, np.exp(log_variance)), rel=1e-9, abs=1e-8)
-    step = 1e-5
-    for g in range(evidence.groups):
-        shift = torch.zeros_like(x)
-        shift[g] = step
-        slope = (evidence(x + shift, log_variance).value - evidence(x - shift, log_variance).value) / (2 * step)
-        assert found.in_log_precision[g].item() == pytest.approx(slope, rel=1e-5, abs=1e-5)
-    slope = (evidence(x, log_variance + step).value - evidence(x, log_variance - step).value) / (2 * step)
-    assert found.in_log_variance == pytest.approx(slope, rel=1e-5, abs=1e-5)
+    log_precision, log_variance = at(rng.uniform(-3, 3, evidence.groups), np.exp(rng.uniform(-3, 2)))
+    precision = log_precision[0].exp().expand(4)
+    expected = dense(model, X, e, precision, log_variance.exp().item())
+    assert evidence(log_precision, log_variance).value.item() == pytest.approx(expected, rel=1e-9, abs=1e-8)
+    check_gradient(evidence, log_precision, log_variance)
+
+
+def many(rows, hidden, outputs, seed, networks=3, dtype=torch.float64):
+    """Networks with rows of their own, some of which the others do not have, and what `evidence_of_many` takes."""
+    models, phis, es = [], [], []
+    torch.manual_seed(seed)
+    X = torch.randn(rows, 3, dtype=torch.float64)
+    there = torch.rand(networks, rows) < 0.8
+    there[:, 0] = True
+    for b in range(networks):
+        model = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
+        phis.append(dense_jacobian(model, X)[1] * there[b, :, None, None])
+        es.append(0.7 * torch.randn(rows, outputs, dtype=torch.float64) * there[b, :, None])
+        models.append(model)
+    phi, e = torch.stack(phis).to(dtype), torch.stack(es).to(dtype)
+    theta = torch.stack([torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models]).to(dtype)
+    sizes = [p.numel() for p in models[0].parameters()]
+    return models, X, there, e, phi, theta, sizes, outputs * there.sum(1)
+
+
+def in_chunks(phi, e, length=7):
+    return zip(torch.split(phi, length, 1), torch.split(e, length, 1))
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(2, 30),
+    hidden=st.integers(1, 5),
+    outputs=st.integers(1, 2),
+    structure=st.sampled_from(["layer", "scalar"]),
+    form=st.sampled_from(["primal", "dual", None]),
+    seed=st.integers(0, 10**6),
+)
+def test_many_networks_have_each_their_dense_formula(rows, hidden, outputs, structure, form, seed):
+    models, X, there, e, phi, theta, sizes, observations = many(rows, hidden, outputs, seed)
+    evidence = evidence_of_many(in_chunks(phi, e), theta, sizes, observations, structure=structure, form=form)
+    log_precision = torch.empty(3, evidence.groups, dtype=torch.float64).uniform_(-3, 3)
+    log_variance = torch.empty(3, dtype=torch.float64).uniform_(-3, 2)
+    found = evidence(log_precision, log_variance)
+    for b, model in enumerate(models):
+        precision = log_precision[b].exp().expand(4)
+        expected = dense(model, X[there[b]], e[b, there[b]], precision, log_variance[b].exp().item())
+        assert found.value[b].item() == pytest.approx(expected, rel=1e-9, abs=1e-8)
+    check_gradient(evidence, log_precision, log_variance)
+
+
+@pytest.mark.parametrize("structure", ["layer", "scalar"])
+@pytest.mark.parametrize("rows", [6, 40])
+def test_primal_and_dual_are_the_same_and_sums_are_in_float64(rows, structure):
+    *_, e, phi, theta, sizes, observations = many(rows, 4, 2, 0, dtype=torch.float32)
+    log_precision = torch.full((3, 4 if structure == "layer" else 1), -1.0, dtype=torch.float64)
+    log_variance = torch.full((3,), -3.0, dtype=torch.float64)
+    values = []
+    for form in ("primal", "dual"):
+        evidence = evidence_of_many(in_chunks(phi, e), theta, sizes, observations, structure=structure, form=form)
+        values.append(evidence(log_precision, log_variance))
+    torch.testing.assert_close(values[0].value, values[1].value, rtol=1e-11, atol=1e-10)
+    torch.testing.assert_close(values[0].in_log_precision, values[1].in_log_precision, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(values[0].in_log_variance, values[1].in_log_variance, rtol=1e-8, atol=1e-9)
 
 
 def test_it_is_the_marginal_likelihood_of_a_linear_model():
@@ -76,10 +138,10 @@ def test_it_is_the_marginal_likelihood_of_a_linear_model():
     with torch.no_grad():
         model.weight.copy_(torch.linalg.solve(X.T @ X / v + d * torch.eye(3), X.T @ y / v).T)
     features = FeatureRows(Jacobian(model, X), X, memory=10**8)
-    found = Evidence(features, (y - model(X)).detach())(torch.tensor([d]).double().log(), float(np.log(v)))
+    found = evidence_of(features, (y - model(X)).detach())(*at(np.log(d), v))
     covariance = v * torch.eye(15).double() + X @ X.T / d
     exact = torch.distributions.MultivariateNormal(torch.zeros(15).double(), covariance).log_prob(y[:, 0])
-    assert found.value == pytest.approx(exact.item(), rel=1e-10)
+    assert found.value.item() == pytest.approx(exact.item(), rel=1e-10)
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(60, 3), (12, 6)])
@@ -87,17 +149,17 @@ def test_it_is_the_marginal_likelihood_of_a_linear_model():
 def test_tuning_finds_the_maximum(rows, hidden, structure):
     model, X, e, features = problem(rows, hidden)
     found = tune(features, e, structure=structure)
-    evidence = Evidence(features, e, structure=structure)
-    log_precision = torch.from_numpy(found.l2 / found.noise**2).log()
-    at = evidence(log_precision, 2 * np.log(found.noise))
-    assert at.value == pytest.approx(found.log_marginal_likelihood, rel=1e-9)
+    evidence = evidence_of(features, e, structure)
+    log_precision, log_variance = at(np.log(found.l2 / found.noise**2), found.noise**2)
+    there = evidence(log_precision, log_variance)
+    assert there.value.item() == pytest.approx(found.log_marginal_likelihood, rel=1e-9)
     inside = log_precision.abs() < 15.9
-    assert at.in_log_precision[inside].abs().max() < 0.02
-    assert abs(at.in_log_variance) < 0.02
+    assert there.in_log_precision[inside].abs().max() < 0.02
+    assert there.in_log_variance.abs() < 0.02
     rng = np.random.default_rng(0)
     for _ in range(50):
-        shift = torch.from_numpy(rng.normal(size=evidence.groups))
-        assert evidence(log_precision + shift, 2 * np.log(found.noise) + rng.normal()).value <= at.value + 1e-4
+        shift = torch.from_numpy(rng.normal(size=(1, evidence.groups)))
+        assert evidence(log_precision + shift, log_variance + rng.normal()).value <= there.value + 1e-4
 
 
 def test_noise_and_weights_of_a_known_model_are_found():
@@ -121,15 +183,16 @@ def test_large_kernels_fall_back_to_one_l2():
     assert tune(features, e).structure == "layer"
 
 
-def test_same_number_as_laplace_torch():
+@pytest.mark.parametrize("precision", [[2.0], [0.3, 1.0, 2.0, 5.0]], ids=["scalar", "layer"])
+def test_same_number_as_laplace_torch(precision):
     laplace = pytest.importorskip("laplace", reason="laplace-torch does not install beside the CPU build")
     model, X, e, features = problem(30)
     y = model(X).detach() + e
     oracle = laplace.Laplace(model, "regression", subset_of_weights="all", hessian_structure="full", sigma_noise=0.8)
     oracle.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, y), batch_size=30))
-    expected = oracle.log_marginal_likelihood(torch.tensor(2.0)).item()
-    found = Evidence(features, e, structure="scalar")(torch.tensor([2.0]).double().log(), 2 * np.log(0.8))
-    assert found.value == pytest.approx(expected, rel=1e-6)
+    expected = oracle.log_marginal_likelihood(torch.tensor(precision)).item()
+    evidence = evidence_of(features, e, "layer" if len(precision) > 1 else "scalar")
+    assert evidence(*at(np.log(precision), 0.64)).value.item() == pytest.approx(expected, rel=1e-6)
 
 
 class TestPredictors:

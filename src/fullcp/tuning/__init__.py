@@ -1,6 +1,23 @@
 """Choosing l2 and the noise: the Laplace marginal likelihood of a trained network."""
 
-from fullcp.tuning.evidence import Evidence
+from fullcp.tuning.builders import evidence_of, evidence_of_many
+from fullcp.tuning.evidence import Evidence, Value
+from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral
 from fullcp.tuning.posthoc import Tuning, settle, tune, tuning_facts, tuning_from
 
-__all__ = ["Evidence", "Tuning", "settle", "tune", "tuning_facts", "tuning_from"]
+__all__ = [
+    "Evidence",
+    "Form",
+    "Gram",
+    "Kernels",
+    "Repeated",
+    "Spectral",
+    "Tuning",
+    "Value",
+    "evidence_of",
+    "evidence_of_many",
+    "settle",
+    "tune",
+    "tuning_facts",
+    "tuning_from",
+]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fullcp.features import FeatureRows
-from fullcp.tuning.evidence import Evidence
+from fullcp.tuning.builders import evidence_of
 
 # exp(-16) to exp(16) in precision and variance: wide enough for standardised data, narrow enough for float64.
 _BOUND = 16.0
@@ -55,15 +55,15 @@ def tune(features: FeatureRows, e: Tensor, *, structure: str = "auto") -> Tuning
 
     if structure == "auto":
         structure = _structure_within(features)
-    evidence = Evidence(features, e, structure=structure)
+    evidence = evidence_of(features, e, structure)
     start = np.zeros(evidence.groups + 1)
-    start[-1] = np.log(max(evidence.squared_error / evidence.observations, 1e-6))
+    start[-1] = np.log(max(float(evidence.squared_error) / e.numel(), 1e-6))
 
     def objective(x: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        log_precision = torch.from_numpy(x[:-1]).to(e.device)
-        found = evidence(log_precision, float(x[-1]))
-        gradient = np.append(found.in_log_precision.cpu().numpy(), found.in_log_variance)
-        return -found.value, -gradient
+        at = torch.from_numpy(x).to(e.device)
+        found = evidence(at[None, :-1], at[-1:])
+        gradient = torch.cat([found.in_log_precision[0], found.in_log_variance])
+        return -float(found.value), -gradient.cpu().numpy()
 
     best = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=[(-_BOUND, _BOUND)] * len(start))
     variance = float(np.exp(best.x[-1]))
