@@ -1,11 +1,13 @@
-"""Choosing l2 and the noise: the Laplace marginal likelihood of a trained network."""
+"""Choosing l2 and the noise: the Laplace marginal likelihood of a trained network, or of networks in training."""
 
+from fullcp.tuning.ascent import Ascent
 from fullcp.tuning.builders import evidence_of, evidence_of_many
 from fullcp.tuning.evidence import Evidence, Value
 from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral
 from fullcp.tuning.posthoc import Tuning, settle, tune, tuning_facts, tuning_from
 
 __all__ = [
+    "Ascent",
     "Evidence",
     "Form",
     "Gram",
