@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fullcp.training.activations import Activation, activation_of
-from fullcp.training.stack import LossGradient, NotStackableError, Stack, trainable
+from fullcp.training.stack import ALL, LossGradient, NotStackableError, Stack, trainable
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,17 @@ class Chain(Stack):
                         break
                     g = _signal(step, theta, g, backward[i])
 
-    def jacobian(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs f (B, n, O) and gradients phi (B, n, O, P)."""
+    def jacobian(self, x: Tensor, block: slice = ALL) -> tuple[Tensor, Tensor]:
+        """Outputs f (b, n, O) and gradients phi (b, n, O, P)."""
         with torch.no_grad():
+            theta = self.theta[block]
             a, inputs, outputs = x, [], []
             for step in self.steps:
                 inputs.append(a)
-                a = _apply(step, self.theta, a, None)
+                a = _apply(step, theta, a, None)
                 outputs.append(a)
             O = a.shape[2]
-            phi = a.new_zeros(len(self), x.shape[1], O, self.size)
+            phi = a.new_zeros(len(theta), x.shape[1], O, self.size)
             for o in range(O):
                 g = torch.zeros_like(a)
                 g[:, :, o] = 1.0
@@ -103,7 +104,7 @@ class Chain(Stack):
                         phi[:, :, o, step.bias] = g
                     if i == self._first:
                         break
-                    g = torch.bmm(g, step.weights_of(self.theta))
+                    g = torch.bmm(g, step.weights_of(theta))
         return a, phi
 
     def keep(self, which: Tensor) -> None:

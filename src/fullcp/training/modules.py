@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, stack_module_state, vmap
 
 from fullcp.features.outputs import as_rows
-from fullcp.training.stack import LossGradient, NotStackableError, Stack, trainable
+from fullcp.training.stack import ALL, LossGradient, NotStackableError, Stack, trainable
 
 
 class _Modules(Stack):
@@ -56,8 +56,8 @@ class Functional(_Modules):
                 f = self._forward(block, theta, x[block])
             (self.grad[block],) = torch.autograd.grad(f, theta, loss(block, f.detach()))
 
-    def jacobian(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs f (B, n, O) and gradients phi (B, n, O, P)."""
+    def jacobian(self, x: Tensor, block: slice = ALL) -> tuple[Tensor, Tensor]:
+        """Outputs f (b, n, O) and gradients phi (b, n, O, P)."""
         self.skeleton.eval()
 
         def one_row(theta: Tensor, constants: dict[str, Tensor], row: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,8 @@ class Functional(_Modules):
             return f, f
 
         rows = vmap(jacrev(one_row, has_aux=True), in_dims=(None, None, 0))
-        phi, f = vmap(rows)(self.theta, self._constants, x)
+        constants = {name: values[block] for name, values in self._constants.items()}
+        phi, f = vmap(rows)(self.theta[block], constants, x)
         return f.detach(), phi.detach()
 
     def keep(self, which: Tensor) -> None:
@@ -117,10 +118,10 @@ class Loop(_Modules):
             g = loss(slice(b, b + 1), padded)[0, :count]
             (self.grad[b],) = torch.autograd.grad(f, theta, g)
 
-    def jacobian(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs f (B, n, O) and gradients phi (B, n, O, P)."""
+    def jacobian(self, x: Tensor, block: slice = ALL) -> tuple[Tensor, Tensor]:
+        """Outputs f (b, n, O) and gradients phi (b, n, O, P)."""
         fs, phis = [], []
-        for b, rows in enumerate(x):
+        for b, rows in zip(range(len(self))[block], x, strict=True):
             with torch.enable_grad():
                 theta = self.theta[b].detach().requires_grad_()
                 f = torch.cat([self._forward(b, theta, row[None], train=False) for row in rows])

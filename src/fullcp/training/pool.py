@@ -53,7 +53,7 @@ def read_pool(
     like : a pool whose rows and targets have the shape that is wanted.
     """
     traits = _common_traits(models)
-    pairs = _pairs(data, len(models), name)
+    pairs = pairs_of(data, len(models), name)
     offsets: dict[tuple[int, int], tuple[int, int]] = {}  # a pair -> where its rows begin, and how many there are
     xs: list[Tensor] = []
     ys: list[Tensor] = []
@@ -89,16 +89,14 @@ def read_pool(
     return Pool(torch.cat(xs), torch.cat(ys), rows_of, counts)
 
 
-def _pairs(data: Any, networks: int, name: str) -> list[tuple[Any, Any]]:
+def pairs_of(data: Any, networks: int, name: str) -> list[tuple[Any, Any]]:
     """One pair a network."""
     if not isinstance(data, (tuple, list)) or not data:
         raise TypeError(f"{name} must be a pair (X, y), or a list of one pair a network, got {type(data).__name__}")
     if isinstance(data, tuple) and len(data) == 2:
         return [data] * networks
     if len(data) != networks:
-        raise ValueError(
-            f"{name} must be one pair (X, y) a network: there are {networks} networks, {len(data)} pairs"
-        )
+        raise ValueError(f"{name} must be one pair (X, y) a network: there are {networks} networks, {len(data)} pairs")
     for b, pair in enumerate(data):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"{name}[{b}] must be a pair (X, y), got {type(pair).__name__}")
@@ -112,7 +110,5 @@ def _common_traits(models: Sequence[nn.Module]) -> ModelTraits:
     shapes = [[tuple(p.shape) for p in model.parameters() if p.requires_grad] for model in models]
     for b, found in enumerate(shapes):
         if found != shapes[0]:
-            raise ValueError(
-                f"models must be of one architecture: model {b} has other parameters than model 0"
-            )
+            raise ValueError(f"models must be of one architecture: model {b} has other parameters than model 0")
     return traits[0]

@@ -26,7 +26,7 @@ def permutations(seeds: Tensor, epoch: int, counts: Tensor, width: int, *, ragge
     Examples
     --------
     >>> permutations(torch.tensor([0, 1]), 0, torch.tensor([4, 3]), 4).tolist()
-    [[1, 3, 2, 0], [1, 0, 2, 3]]
+    [[0, 2, 3, 1], [2, 1, 0, 3]]
     """
     place = torch.arange(width, device=seeds.device)
     stream = _mixed(_mixed(seeds) + epoch)  # (B,)

@@ -15,6 +15,7 @@ from fullcp.features.preserve import parameters_by_name
 _CPU_WORKSPACE = 32 * 2**20
 _GPU_WORKSPACE = 8 * 2**30
 
+ALL = slice(None)
 LossGradient = Callable[[slice, Tensor], Tensor]
 
 
@@ -66,8 +67,11 @@ class Stack(ABC):
         """
 
     @abstractmethod
-    def jacobian(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs f (B, n, O) and gradients phi (B, n, O, P) of rows x (B, n, ...), as in evaluation."""
+    def jacobian(self, x: Tensor, block: slice = ALL) -> tuple[Tensor, Tensor]:
+        """Outputs f (b, n, O) and gradients phi (b, n, O, P) of a block of networks on rows x (b, n, ...).
+
+        As in evaluation, not as in training.
+        """
 
     def remember(self, which: Tensor) -> None:
         """Keep the present weights of the networks chosen by a mask (B,), in place of those kept before."""

@@ -300,7 +300,8 @@ def _read_watch(
             raise ValueError("validation and l2='marglik' both choose the weights to keep: give one of them")
         if not loss.same_shape:
             raise ValueError("l2='marglik' needs loss='squared': the marginal likelihood is that of Gaussian noise")
-        return OnlineTuning(models[0], len(models), recipe.epochs, tuning or Schedule())
+        groups = len(trainable(models[0]))
+        return OnlineTuning(len(models), groups, recipe.epochs, tuning or Schedule(), pool.x.device)
     if validation is None:
         return None
     held = read_pool(models, validation, same_shape=loss.same_shape, name="validation", like=pool)

@@ -28,7 +28,9 @@ class Watch(Protocol):
     patience : after how many evaluations without a better value a network stops; None: never.
     """
 
-    patience: int | None
+    @property
+    def patience(self) -> int | None:
+        """See above."""
 
     def due(self, epoch: int) -> bool:
         """Whether to look after this many epochs."""
