@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Modes and hooks belong to modules, and two networks may share some: one network at a time is borrowed.
-_BORROWING = RLock()
+# Modes, hooks and what torch.func puts in place of weights belong to modules, and two networks may share some: one
+# network at a time is borrowed, and who only reads its weights waits for it to be given back.
+BORROWING = RLock()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -43,7 +44,7 @@ def preserved(model: nn.Module, trainable: Collection[str] | None = None, *, wri
         Whether the network may write to its buffers (or embedding weights) in evaluation mode; if it is known not
         to, they need not be copied.
     """
-    with _BORROWING:
+    with BORROWING:
         modes = [(module, module.training) for module in model.modules()]
         insides = [_Inside(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         flags = [(p, p.requires_grad, name) for name, p in parameters_by_name(model).items()]

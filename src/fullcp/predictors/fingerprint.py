@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from fullcp.features.preserve import unwrap
+from fullcp.features.preserve import BORROWING, unwrap
 
 _SMALL = 2**18  # bytes: a quarter of a millisecond to hash
 
@@ -31,13 +31,14 @@ class Fingerprint:
 
     def matches(self, model: nn.Module) -> bool:
         """Whether the weights and buffers are still the same numbers."""
-        marks = _marks(model)
-        if marks == self._marks and not self._small:
+        with BORROWING:
+            marks = _marks(model)
+            if marks == self._marks and not self._small:
+                return True
+            if _digest(model) != self._digest:
+                return False
+            self._marks = marks
             return True
-        if _digest(model) != self._digest:
-            return False
-        self._marks = marks
-        return True
 
 
 def _marks(model: nn.Module) -> list[tuple[int, int]]:
