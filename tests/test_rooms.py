@@ -18,6 +18,7 @@ ROOMS = [
     ["training"],
     ["influence"],
     ["regions"],
+    ["candidates"],
     ["engine"],
     ["predictors"],
     ["evaluation"],

@@ -155,6 +155,17 @@ def read_label(y: object, rows: int, outputs: int, device: torch.device) -> Tens
     return labels
 
 
+def read_candidates(candidates: object) -> Tensor:
+    """Candidate labels in order without repetitions, float64 (K,)."""
+    values, _ = _to_tensor(candidates, "candidates")
+    if values.ndim != 1 or len(values) == 0:
+        raise ValueError(f"candidates must be a whole number or labels (K,), got shape {tuple(values.shape)}")
+    if _is_boolean(candidates):
+        raise TypeError("candidates must be numbers, got true and false")
+    _check_finite(values, "candidates")
+    return torch.from_numpy(np.unique(values.cpu().double().numpy()))
+
+
 def check_outputs(found: int, targets: Tensor, name: str = "y") -> None:
     """Refuse targets whose number of columns is not the model's number of outputs."""
     if targets.shape[1] != found:
