@@ -2,6 +2,7 @@
 
 from fullcp.features.jacobian import Jacobian
 from fullcp.features.network import Network
+from fullcp.features.perturbed import PerturbedNetwork
 from fullcp.features.rows import FeatureRows
 
-__all__ = ["FeatureRows", "Jacobian", "Network"]
+__all__ = ["FeatureRows", "Jacobian", "Network", "PerturbedNetwork"]

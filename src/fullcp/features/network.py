@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any
 
@@ -83,8 +84,12 @@ class Network:
 
     def predict(self, x: Tensor) -> Tensor:
         """Outputs f (n, O) of the rows x (n, ...)."""
-        with preserved(self.model, writes=self._writes), torch.no_grad():
+        with self.borrowed(), torch.no_grad():
             return as_rows(self.model(normal(x)), len(x))
+
+    def borrowed(self) -> AbstractContextManager[None]:
+        """The module in evaluation mode, as it was afterwards: see `preserved`."""
+        return preserved(self.model, writes=self._writes)
 
     def bytes_per_row(self) -> int:
         """Memory that one row takes while it passes through."""
