@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import fullcp
+from fullcp.predictors import CandidatePredictor
 
 
 def network(outputs=1, seed=0, dtype=torch.float32):
@@ -38,6 +39,12 @@ PREDICTORS = {
         {"residuals": "signed", "score": "standard"},
         lambda cp, X, y: cp.conformalize(X[:25], y[:25]),
     ),
+    "grid full": (fullcp.GridFullConformalRegressor, {}, lambda cp, X, y: cp.conformalize(X, y)),
+    "grid full, dual, signed": (
+        fullcp.GridFullConformalRegressor,
+        {"residuals": "signed", "candidates": 60},
+        lambda cp, X, y: cp.conformalize(X[:25], y[:25]),
+    ),
     "refined split": (fullcp.RefinedSplitConformalRegressor, {"l2": 0.5}, lambda cp, X, y: cp.conformalize(X, y)),
     "normalized split": (fullcp.NormalizedSplitConformalRegressor, {}, fit_both),
     "normalized split, dual, signed": (
@@ -49,6 +56,8 @@ PREDICTORS = {
     "split, signed": (fullcp.SplitConformalRegressor, {"residuals": "signed"}, lambda cp, X, y: cp.conformalize(X, y)),
     "laplace": (fullcp.LaplaceRegressor, {"noise": 0.8}, lambda cp, X, y: cp.fit(X, y)),
 }
+# Methods that try labels one by one take one output, and their sets end at candidates.
+ON_A_GRID = {name for name, (kind, _, _) in PREDICTORS.items() if issubclass(kind, CandidatePredictor)}
 LEVELS = [0.5, 0.9, 0.8]
 
 

@@ -8,8 +8,10 @@ True
 from fullcp import evaluation, training, tuning
 from fullcp.curvature import NotPositiveDefiniteError
 from fullcp.predictors import (
+    CandidateGridWarning,
     FarFromMinimumWarning,
     FullConformalRegressor,
+    GridFullConformalRegressor,
     InfiniteIntervalWarning,
     LaplaceRegressor,
     NormalizedSplitConformalRegressor,
@@ -21,8 +23,10 @@ from fullcp.predictors import (
 from fullcp.version import __version__
 
 __all__ = [
+    "CandidateGridWarning",
     "FarFromMinimumWarning",
     "FullConformalRegressor",
+    "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
     "LaplaceRegressor",
     "NormalizedSplitConformalRegressor",

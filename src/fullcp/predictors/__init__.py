@@ -1,7 +1,9 @@
 """The public classes, one file a method."""
 
 from fullcp.predictors.base import InfiniteIntervalWarning, NotFittedError, Predictor
+from fullcp.predictors.candidate import CandidateGridWarning, CandidatePredictor
 from fullcp.predictors.full import FarFromMinimumWarning, FullConformalRegressor
+from fullcp.predictors.grid_full import GridFullConformalRegressor
 from fullcp.predictors.laplace import LaplaceRegressor
 from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
 from fullcp.predictors.refined_split import RefinedSplitConformalRegressor
@@ -9,8 +11,11 @@ from fullcp.predictors.result import PredictionIntervals
 from fullcp.predictors.split import SplitConformalRegressor
 
 __all__ = [
+    "CandidateGridWarning",
+    "CandidatePredictor",
     "FarFromMinimumWarning",
     "FullConformalRegressor",
+    "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
     "LaplaceRegressor",
     "NormalizedSplitConformalRegressor",

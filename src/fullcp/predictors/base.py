@@ -52,8 +52,9 @@ class InfiniteIntervalWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Batch:
-    """Some test points: predictions f (m, O) in float64 and, where the method needs them, gradients phi (m, O, D)."""
+    """Some test points x (m, ...): predictions f (m, O) in float64 and, for methods that need them, phi (m, O, D)."""
 
+    x: Tensor
     f: Tensor
     phi: Tensor | None
 
@@ -125,7 +126,7 @@ class Predictor(ABC):
         rows = self._read_inputs(X)
         levels = self._joint_levels(asked, joint)
         self._warn_if_infinite(asked, levels)
-        done = [(batch.f, batch.f[:, None, None] + self._offsets(batch, levels)) for _, batch in self._batches(rows.x)]
+        done = [(batch.f, self._ends(batch, levels)) for _, batch in self._batches(rows.x)]
         f, intervals = (torch.cat(parts) for parts in zip(*done, strict=True))
         if f.shape[1] == 1:
             f, intervals = f[:, 0], intervals[..., 0]
@@ -155,9 +156,7 @@ class Predictor(ABC):
         self._warn_if_infinite(asked, levels)
         sets: list[Any] = []
         for _, batch in self._batches(rows.x):
-            for f, outputs in zip(batch.f.tolist(), self._sets(batch, levels[0]), strict=True):
-                moved = [[(c + low, c + high) for low, high in pieces] for c, pieces in zip(f, outputs, strict=True)]
-                sets.append(moved[0] if len(moved) == 1 else moved)
+            sets += [outputs[0] if len(outputs) == 1 else outputs for outputs in self._pieces(batch, levels[0])]
         return sets
 
     def p_value(self, X: object, y: object, *, joint: str | None = None) -> Any:
@@ -241,6 +240,17 @@ class Predictor(ABC):
         """The sets relative to the predictions; one interval each unless a method knows better."""
         ends = self._offsets(batch, [level])[:, :, 0]  # (m, 2, O)
         return [[[(low, high)] for low, high in zip(*point, strict=True)] for point in ends.tolist()]
+
+    def _ends(self, batch: Batch, levels: list[Fraction]) -> Tensor:
+        """Ends of the intervals, (m, 2, L, O)."""
+        return batch.f[:, None, None] + self._offsets(batch, levels)
+
+    def _pieces(self, batch: Batch, level: Fraction) -> list[list[list[Interval]]]:
+        """The sets of each test point and output."""
+        return [
+            [[(c + low, c + high) for low, high in pieces] for c, pieces in zip(f, outputs, strict=True)]
+            for f, outputs in zip(batch.f.tolist(), self._sets(batch, level), strict=True)
+        ]
 
     @abstractmethod
     def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
@@ -360,7 +370,7 @@ class Predictor(ABC):
             else:
                 f = self.network_.predict(x[where])
             check_all_finite(start, {"outputs": f, "gradients": phi})
-            yield where, Batch(self._center(f.double(), phi), phi)
+            yield where, Batch(x[where], self._center(f.double(), phi), phi)
 
 
 def kept_setting(value: Any) -> Any:
