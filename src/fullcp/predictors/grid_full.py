@@ -28,13 +28,14 @@ class GridFullConformalRegressor(CandidatePredictor):
 
         theta(y) = theta_* + (y - f(x)) H^-1 phi(x),   H = sum_i phi_i phi_i^T + diag(l2) over the training rows,
 
-    and all N + 1 residuals are those of the network at theta(y). The scores are plain residuals. It is the baseline
-    that `FullConformalRegressor` should be compared with: that one linearises the network too, and needs no grid.
-    Coverage is not guaranteed. For one output.
+    and all N + 1 residuals are those of the network at theta(y). The scores are plain residuals. It is a baseline for
+    `FullConformalRegressor`, which linearises the network too, and needs no grid. Coverage is not guaranteed. For one
+    output.
 
     The step is the classical one of influence functions (Martinez et al., 2023): H does not know the new point, whose
     leverage is h = phi^T H^-1 phi. To first order its residual becomes (1 - h)(y - f) where retraining gives
-    (y - f) / (1 + h), so that sets are wide where h comes near to 1.
+    (y - f) / (1 + h), so that sets are wide where h comes near to 1. Their "direct approach", which the paper names,
+    goes without theta(y) and linearises the scores; where leverages are small, the sets are the same.
 
     Parameters
     ----------
