@@ -45,6 +45,11 @@ PREDICTORS = {
         {"residuals": "signed", "candidates": 60},
         lambda cp, X, y: cp.conformalize(X[:25], y[:25]),
     ),
+    "retrained full": (
+        fullcp.RetrainedFullConformalRegressor,
+        {"candidates": 12, "epochs": 4, "l2": 1.0, "learning_rate": (0.1, 0.01)},
+        lambda cp, X, y: cp.conformalize(X[:30], y[:30]),
+    ),
     "refined split": (fullcp.RefinedSplitConformalRegressor, {"l2": 0.5}, lambda cp, X, y: cp.conformalize(X, y)),
     "normalized split": (fullcp.NormalizedSplitConformalRegressor, {}, fit_both),
     "normalized split, dual, signed": (

@@ -18,7 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import fullcp
 from predictor_cases import LEVELS, ON_A_GRID, PREDICTORS, build, data, network
 
-NEED_ROWS = (fullcp.FullConformalRegressor, fullcp.GridFullConformalRegressor)
+NEED_ROWS = (
+    fullcp.FullConformalRegressor,
+    fullcp.GridFullConformalRegressor,
+    fullcp.RetrainedFullConformalRegressor,
+)
 # With one output and, where the method can, with two.
 WITH_OUTPUTS = [(name, outputs) for name in PREDICTORS for outputs in (1, 2) if outputs == 1 or name not in ON_A_GRID]
 

@@ -18,6 +18,7 @@ from fullcp.predictors import (
     NotFittedError,
     PredictionIntervals,
     RefinedSplitConformalRegressor,
+    RetrainedFullConformalRegressor,
     SplitConformalRegressor,
 )
 from fullcp.version import __version__
@@ -34,6 +35,7 @@ __all__ = [
     "NotPositiveDefiniteError",
     "PredictionIntervals",
     "RefinedSplitConformalRegressor",
+    "RetrainedFullConformalRegressor",
     "SplitConformalRegressor",
     "__version__",
     "evaluation",

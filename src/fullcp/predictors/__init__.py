@@ -8,6 +8,7 @@ from fullcp.predictors.laplace import LaplaceRegressor
 from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
 from fullcp.predictors.refined_split import RefinedSplitConformalRegressor
 from fullcp.predictors.result import PredictionIntervals
+from fullcp.predictors.retrained_full import RetrainedFullConformalRegressor
 from fullcp.predictors.split import SplitConformalRegressor
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "PredictionIntervals",
     "Predictor",
     "RefinedSplitConformalRegressor",
+    "RetrainedFullConformalRegressor",
     "SplitConformalRegressor",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -377,6 +378,8 @@ def kept_setting(value: Any) -> Any:
     """A copy of a setting that later changes do not reach."""
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, PathLike):
+        return fspath(value)
     return value.item() if isinstance(value, np.generic) else deepcopy(value)
 
 

@@ -225,7 +225,7 @@ def _train(
     checkpoint: str | Path | None,
 ) -> list[Training]:
     recipe = Recipe(
-        check_positive_int("epochs", epochs), check_positive_int("batch_size", batch_size), _read_rates(learning_rate)
+        check_positive_int("epochs", epochs), check_positive_int("batch_size", batch_size), read_rates(learning_rate)
     )
     _check_models(models)
     loss = read_loss(loss)
@@ -361,7 +361,8 @@ def _read_noise(noise: Any, networks: int) -> Tensor:
     return torch.tensor([float(v) for v in values], dtype=torch.float64)
 
 
-def _read_rates(learning_rate: tuple[float, float]) -> tuple[float, float]:
+def read_rates(learning_rate: Any) -> tuple[float, float]:
+    """The ends of a schedule."""
     try:
         first, last = (float(rate) for rate in learning_rate)
     except (TypeError, ValueError) as error:
