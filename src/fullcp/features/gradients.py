@@ -8,15 +8,14 @@ backward pass an output. `FunctionalGradients` lets torch.func do it for any mod
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
+from fullcp.features.layers import recording
 from fullcp.features.outputs import as_rows
 from fullcp.features.preserve import parameters_by_name
 
@@ -72,7 +71,7 @@ class LinearGradients:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs (n, O) and gradients (n, O, D)."""
-        with self._recording() as calls:
+        with recording([layer.module for layer in self.layers]) as calls:
             f = as_rows(self.model(x), len(x))
         calls = [call for call in calls if call[2].requires_grad]
         if not calls:
@@ -80,13 +79,14 @@ class LinearGradients:
         if any(a.shape[0] != len(x) or z.shape[0] != len(x) for _, a, z in calls):
             raise NotLinearError("a layer does not see one row an example")
         phi = f.new_zeros(len(x), f.shape[1], self.size)  # (n, O, D)
+        of = {id(layer.module): layer for layer in self.layers}
         signals_wanted = [z for _, _, z in calls]
         for o in range(f.shape[1]):
             last = o == f.shape[1] - 1
             signals = torch.autograd.grad(f[:, o].sum(), signals_wanted, retain_graph=not last, allow_unused=True)
-            for (layer, a, _), g in zip(calls, signals, strict=True):
+            for (module, a, _), g in zip(calls, signals, strict=True):
                 if g is not None:
-                    self._add_layer(phi[:, o], layer, a, g)
+                    self._add_layer(phi[:, o], of[id(module)], a, g)
         return f.detach(), phi
 
     def _add_layer(self, phi: Tensor, layer: _Layer, a: Tensor, g: Tensor) -> None:
@@ -99,25 +99,6 @@ class LinearGradients:
                 block.add_(torch.einsum("n...o,n...i->noi", g, a))
         if layer.bias is not None:
             phi[:, layer.bias] += g if g.ndim == 2 else g.flatten(1, -2).sum(1)
-
-    @contextmanager
-    def _recording(self) -> Iterator[list[tuple[_Layer, Tensor, Tensor]]]:
-        """Record each use of a layer: (layer, input, output)."""
-        calls: list[tuple[_Layer, Tensor, Tensor]] = []
-
-        def recorder(layer: _Layer) -> Any:
-            def record(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-                calls.append((layer, inputs[0].detach(), output))
-                return output.clone()  # so that an in-place activation leaves the recorded output alone
-
-            return record
-
-        handles = [layer.module.register_forward_hook(recorder(layer), prepend=True) for layer in self.layers]
-        try:
-            yield calls
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class FunctionalGradients:

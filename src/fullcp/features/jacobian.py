@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullcp.features.gradients import (
     FunctionalGradients,
@@ -40,6 +42,9 @@ class Jacobian(Network):
     model : the trained network; only parameters with requires_grad count.
     x : Tensor (n, ...)
         Rows to probe the model with; a few, spread over the data, are used.
+    facts : what probing found before, in place of rows.
+    only : names of parameters
+        Of those with requires_grad, just these count.
 
     Examples
     --------
@@ -50,9 +55,21 @@ class Jacobian(Network):
     [[1.0, 1.0, 1.0, 1.0]]
     """
 
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Tensor | None = None,
+        *,
+        facts: dict[str, Any] | None = None,
+        only: Collection[str] | None = None,
+    ):
+        self._only = only
+        super().__init__(model, x, facts=facts)
+
     def _examine(self, probe: Tensor) -> None:
-        self._trainable = [name for name, p in parameters_by_name(self.model).items() if p.requires_grad]
-        with preserved(self.model):
+        named = parameters_by_name(self.model).items()
+        self._trainable = [name for name, p in named if p.requires_grad and (self._only is None or name in self._only)]
+        with preserved(self.model, self._trainable):
             self._gradients = self._choose(probe)
 
     def facts(self) -> dict[str, Any]:
@@ -85,9 +102,15 @@ class Jacobian(Network):
         """How the gradients are computed, in words."""
         return self._gradients.name
 
+    @contextmanager
+    def borrowed(self) -> Iterator[nn.Module]:
+        """The model, ready to be differentiated in the parameters that count, and left as it was afterwards."""
+        with preserved(self.model, self._trainable, writes=self._writes):
+            yield self.model
+
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs f (n, O) and gradients phi (n, O, D) of the rows x (n, ...)."""
-        with preserved(self.model, self._trainable, writes=self._writes):
+        with self.borrowed():
             try:
                 return self._gradients(normal(x))
             except NotLinearError:  # the rows probed did not show all that the network does

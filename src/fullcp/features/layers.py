@@ -1,0 +1,96 @@
+"""What goes into the layers of a network, and what comes back to them when an output is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fullcp.features.outputs import as_rows
+
+Call = tuple[nn.Module, Tensor, Tensor]  # a module, its input and its output
+
+
+@contextmanager
+def recording(modules: Collection[nn.Module]) -> Iterator[list[Call]]:
+    """Record each use of the modules in the forward passes inside."""
+    calls: list[Call] = []
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        calls.append((module, inputs[0].detach(), output))
+        return output.clone()  # so that an in-place activation leaves the recorded output alone
+
+    handles: list[Any] = [module.register_forward_hook(record, prepend=True) for module in modules]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One use of a layer by n rows at T positions each: T is 1 for a dense layer, the pixels of a convolution.
+
+    The gradient of output o in the layer's weight (out, in) is, for row n, sum_t g[o, n, t] a[n, t]^T, and in its
+    bias sum_t g[o, n, t].
+
+    Attributes
+    ----------
+    module : the layer.
+    a : Tensor (n, T, in)
+        What went in; for a convolution the patches under its kernel.
+    g : Tensor (O, n, T, out)
+        The gradient of each output in what came out.
+    """
+
+    module: nn.Module
+    a: Tensor
+    g: Tensor
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+    """The layers whose signals can be had, by name."""
+    kinds = (nn.Linear, nn.Conv2d)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in kinds and getattr(module, "groups", 1) == 1
+    }
+
+
+def signals(model: nn.Module, layers: Collection[nn.Module], x: Tensor) -> list[Signal]:
+    """The signals of each use of the layers when `model` predicts the rows x (n, ...): one backward pass an output."""
+    with recording(layers) as calls:
+        f = as_rows(model(x), len(x))
+    calls = [call for call in calls if call[2].requires_grad]
+    outputs = [z for _, _, z in calls]
+    back = [
+        torch.autograd.grad(fo, outputs, torch.ones_like(fo), retain_graph=True, materialize_grads=True)
+        for fo in f.unbind(1)
+        if calls
+    ]
+    found = []
+    for k, (module, a, _) in enumerate(calls):
+        g = torch.stack([gradients[k] for gradients in back])  # (O, n, ...)
+        if isinstance(module, nn.Conv2d):
+            found.append(Signal(module, _patches(module, a), g.flatten(3).mT))
+        else:
+            shape = len(x), a.numel() // (len(x) * a.shape[-1])  # n, T
+            found.append(Signal(module, a.reshape(*shape, -1), g.reshape(len(g), *shape, -1)))
+    return found
+
+
+def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """What the kernel of a convolution sees of x (n, channels, height, width) at each position, (n, T, in)."""
+    if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), (0, 0)
+    else:
+        padding = layer.padding  # type: ignore[assignment]
+    return F.unfold(x, layer.kernel_size, layer.dilation, padding, layer.stride).mT
