@@ -1,19 +1,89 @@
 """H and the leverages: one file a structure, one small protocol."""
 
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
 from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
+from fullcp.curvature.diagonal import diagonal_blocks, fit_diagonal
+from fullcp.curvature.eigen import Block, restore_eigen
 from fullcp.curvature.full import fit_full, restore_full
+from fullcp.curvature.kfac import fit_kfac, kfac_blocks
+from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, restore_last_layer
 from fullcp.curvature.penalty import expand_l2
-from fullcp.features import FeatureRows
+from fullcp.curvature.ridge import RefinementWarning
+from fullcp.features import FeatureRows, Jacobian
+from fullcp.features.penultimate import last_layer_parameters
 
-STRUCTURES = ("auto", "full")
+STRUCTURES = ("auto", "full", "kfac", "last_layer", "diagonal")
+_FITS: dict[str, Callable[..., Curvature]] = {
+    "auto": fit_full,
+    "full": fit_full,
+    "kfac": fit_kfac,
+    "last_layer": fit_last_layer,
+    "diagonal": fit_diagonal,
+}
+_BLOCKS: dict[str, Callable[[FeatureRows], list[Block]]] = {"kfac": kfac_blocks, "diagonal": diagonal_blocks}
 
-__all__ = ["STRUCTURES", "Curvature", "NotPositiveDefiniteError", "Query", "expand_l2", "fit_curvature", "restore_full"]
+__all__ = [
+    "STRUCTURES",
+    "Curvature",
+    "NotPositiveDefiniteError",
+    "Query",
+    "RefinementWarning",
+    "expand_l2",
+    "fit_curvature",
+    "jacobian_for",
+    "last_layer_gram",
+    "restore",
+    "spectrum",
+]
+
+
+def jacobian_for(curvature: str, model: nn.Module, x: Tensor) -> Jacobian:
+    """The gradients that a structure is made of: in all trainable parameters, or in those of the last layer alone."""
+    return Jacobian(model, x, only=last_layer_parameters(model, x) if curvature == "last_layer" else None)
 
 
 def fit_curvature(features: FeatureRows, curvature: str, l2: object, *, cross: bool = True) -> Curvature:
     """Fit the structure named by `curvature` ("auto" is "full") to the rows of `features`.
 
-    Without `cross`, only leverages of new points will be asked for, and no training row is held for more.
+    Parameters
+    ----------
+    features : gradients of the training rows, from `jacobian_for` the structure.
+    curvature : one of `STRUCTURES`.
+    l2 : the ridge penalty, see `fullcp.curvature.penalty`.
+    cross : bool
+        Without it, only leverages of new points will be asked for, and no training row is held for more.
     """
-    assert curvature in STRUCTURES
-    return fit_full(features, l2, cross=cross)
+    return _FITS[curvature](features, l2, cross=cross)
+
+
+def restore(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:
+    """The structure whose `state()` was saved, over the same rows."""
+    if "eigenvalues" in state:
+        return restore_eigen(features, state)
+    last_layer = any(key.startswith("last_layer.") for key in state)
+    return restore_last_layer(features, state) if last_layer else restore_full(features, state)
+
+
+def spectrum(features: FeatureRows, curvature: str) -> tuple[Tensor, Tensor]:
+    """The eigenvalues of S = sum_i phi_i phi_i^T in a block-diagonal structure, before l2 is known.
+
+    The next fit of the structure to the same `features` takes the decomposition up.
+
+    Parameters
+    ----------
+    curvature : "kfac" or "diagonal"
+
+    Returns
+    -------
+    eigenvalues : Tensor (D,)
+    tensor_index : Tensor (D,)
+        The place of each one's parameter tensor among `features.jacobian.parameters`.
+    """
+    blocks = features.kept[curvature] = _BLOCKS[curvature](features)
+    sizes = torch.tensor([block.eigenvalues.numel() for block in blocks], device=features.x.device)
+    index = torch.repeat_interleave(torch.arange(len(blocks), device=features.x.device), sizes)
+    return torch.cat([block.eigenvalues.flatten() for block in blocks]), index

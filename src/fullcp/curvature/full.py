@@ -32,7 +32,11 @@ def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str
     form : "primal", "dual" or None
         None takes primal for D <= N O, where it is the cheaper and the more exact one, and where l2 has a zero.
     """
-    diagonal = expand_l2(l2, features.jacobian.parameters, features.x.device)
+    return factorise(features, expand_l2(l2, features.jacobian.parameters, features.x.device), cross=cross, form=form)
+
+
+def factorise(features: FeatureRows, diagonal: Tensor, *, cross: bool = True, form: str | None = None) -> Curvature:
+    """The same for a penalty (D,) that is already spread over the columns of phi."""
     if form is None:
         rows = features.count * features.outputs
         form = "primal" if features.size <= rows or bool((diagonal == 0).any()) else "dual"

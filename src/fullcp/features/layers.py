@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from fullcp.features.outputs import as_rows
 
-Call = tuple[nn.Module, Tensor, Tensor]  # a module, its input and its output
+Layer = nn.Linear | nn.Conv2d
+Call = tuple[Any, Tensor, Tensor]  # a module, its input and its output
 
 
 @contextmanager
@@ -49,19 +50,26 @@ class Signal:
         The gradient of each output in what came out.
     """
 
-    module: nn.Module
+    module: Layer
     a: Tensor
     g: Tensor
 
+    def in_weight(self) -> Tensor:
+        """The gradients of the outputs in the weight, (n, O, out in)."""
+        return torch.einsum("ontp,ntq->nopq", self.g, self.a).flatten(2)
 
-def layers_of(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
-    """The layers whose signals can be had, by name."""
-    kinds = (nn.Linear, nn.Conv2d)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) in kinds and getattr(module, "groups", 1) == 1
-    }
+    def in_bias(self) -> Tensor:
+        """The gradients of the outputs in the bias, (n, O, out)."""
+        return self.g.sum(2).transpose(0, 1)
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers whose signals can be had."""
+    return [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear or (type(module) is nn.Conv2d and module.groups == 1)
+    ]
 
 
 def signals(model: nn.Module, layers: Collection[nn.Module], x: Tensor) -> list[Signal]:

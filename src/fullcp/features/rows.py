@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ class FeatureRows:
     x : Tensor (N, ...)
     memory : int
         Budget in bytes. Half of it may hold the gradients (in the network's own dtype), an eighth a chunk.
+
+    Attributes
+    ----------
+    kept : dict
+        What a curvature learned of these rows before l2 was known, under its name, for the fit to take up.
     """
 
     def __init__(self, jacobian: Jacobian, x: Tensor, *, memory: int):
@@ -29,6 +35,7 @@ class FeatureRows:
         self.count, self.outputs, self.size = len(x), jacobian.outputs, jacobian.size
         self.memory = memory
         self.chunk = jacobian.rows_per_chunk(memory // 8)
+        self.kept: dict[str, Any] = {}
         self.holds = False
         self._held: Tensor | None = None  # (N, O, D)
         self._gram: Tensor | None = None  # (D, D)

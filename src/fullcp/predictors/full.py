@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, restore_full
+from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, jacobian_for, restore
 from fullcp.engine import Engine
 from fullcp.features import FeatureRows, Jacobian, Network
 from fullcp.influence import RESIDUALS, SCORES
@@ -112,7 +112,7 @@ class FullConformalRegressor(Predictor):
         """
         self._check_choices()
         rows = self._read_data(X, y)
-        jacobian = Jacobian(self.model, rows.x)
+        jacobian = jacobian_for(self.curvature, self.model, rows.x)
         y_checked = self._check_targets(jacobian, rows)
         residuals = self._resolve_residuals(len(rows.x), jacobian.outputs)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
@@ -238,7 +238,7 @@ class FullConformalRegressor(Predictor):
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         jacobian = Jacobian(self.model, facts=network)
         features = FeatureRows(jacobian, state["x"], memory=self._budget())
-        curvature = restore_full(features, state)
+        curvature = restore(features, state)
         self._assemble(curvature, features, state["e"], state["slack"], state.get("step"), facts["residuals"])
         self.shift_, self.tuning_ = facts["shift"], tuning_from(facts["tuning"])
         return jacobian

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullcp.curvature import Curvature, fit_curvature, restore_full
+from fullcp.curvature import Curvature, fit_curvature, jacobian_for, restore
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.inputs import Rows, check_all_finite, check_outputs
 from fullcp.predictors.fingerprint import Fingerprint
@@ -30,7 +30,7 @@ class Posterior:
     @classmethod
     def fit(cls, model: nn.Module, rows: Rows, curvature: str, l2: object, memory: int) -> Posterior:
         """Fit the curvature to training rows; their targets matter for tuning and `error`."""
-        jacobian = Jacobian(model, rows.x)
+        jacobian = jacobian_for(curvature, model, rows.x)
         assert rows.y is not None
         check_outputs(jacobian.outputs, rows.y)
         features = FeatureRows(jacobian, rows.x, memory=memory)
@@ -60,4 +60,4 @@ class Posterior:
         jacobian = Jacobian(model, facts=facts)
         rows = state.get("x", torch.empty(0, *jacobian.row_shape, device=state["l2"].device))
         features = FeatureRows(jacobian, rows, memory=memory)
-        return cls(jacobian, features, restore_full(features, state), Fingerprint(model))
+        return cls(jacobian, features, restore(features, state), Fingerprint(model))

@@ -1,0 +1,161 @@
+"""Kronecker-factored curvature (KFAC): a block a parameter tensor, for nn.Linear and nn.Conv2d layers.
+
+With a the inputs of a layer and g the gradients of the outputs in what the layer gives, at T positions a row (one for a
+dense layer, the pixels of a convolution: the "expand" setting of Eschenhagen et al., 2023),
+
+    weight block   B (x) A,   A = sum_{i,t} a a^T,   B = 1/(N T) sum_{i,t,o} g g^T
+    bias block     sum_{i,o} (sum_t g) (sum_t g)^T, which is exact
+
+in sum scale, from exact back-propagation of all O outputs. l2 is added to the products of eigenvalues (Immer et al.,
+2021), so that nothing is damped. Trainable tensors outside of such layers (normalisation, parameters of a module's own)
+get their exact block where they are small.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fullcp.curvature.eigen import Block, EigenCurvature, expand_over
+from fullcp.features import FeatureRows, Jacobian, Network
+from fullcp.features.layers import Layer, Signal, layers_of, signals
+from fullcp.memory import rows_within
+from fullcp.progress import track
+
+NAME = "kfac"
+_PROBE_ROWS = 4
+_MOST_ROWS = 4096
+_AGREEMENT = 1e-3  # relative to the largest entry: the signals in the network's precision against the gradients
+_AGREEMENT_HALF = 5e-2
+_LARGEST_EXACT = 2000  # entries of a tensor whose block is held whole
+
+
+def fit_kfac(features: FeatureRows, l2: object, *, cross: bool = True) -> EigenCurvature:
+    """The KFAC approximation of H over the rows of `features`; see `fullcp.curvature.fit_curvature`.
+
+    `l2` must be one number, or one value a parameter tensor.
+    """
+    diagonal = expand_over(features, l2)
+    if cross:
+        features.hold()
+    return EigenCurvature(features, features.kept.pop(NAME, None) or kfac_blocks(features), diagonal, name=NAME)
+
+
+def kfac_blocks(features: FeatureRows) -> list[Block]:
+    """The blocks of S, decomposed, in the order of the parameters; no gradients of whole rows are formed."""
+    jacobian, x = features.jacobian, features.x
+    layers, bytes_per_row = _layers_with_factors(features)
+    size = rows_within(features.memory // 8, bytes_per_row, at_most=_MOST_ROWS)
+    starts = range(0, len(x), size)
+    with jacobian.borrowed() as model:
+        for start in track(starts, "curvature", len(starts)):
+            for signal in signals(model, list(layers), x[start : start + size]):
+                layers[signal.module].add(signal)
+    blocks: dict[str, Block] = {}
+    for factors in layers.values():
+        blocks |= factors.blocks()
+    blocks |= _exact_blocks(features, [name for name in jacobian.parameters if name not in blocks])
+    return [blocks[name] for name in jacobian.parameters]
+
+
+@dataclass
+class _Factors:
+    """Sums over the rows of one layer; names of parameters that do not count are None.
+
+    Attributes
+    ----------
+    A : of a a^T at each position.
+    B : of g g^T at each position.
+    G : of g g^T, g summed over positions.
+    positions : N T.
+    """
+
+    weight: str | None
+    bias: str | None
+    A: Tensor | None = None
+    B: Tensor | None = None
+    G: Tensor | None = None
+    positions: int = 0
+
+    def add(self, signal: Signal) -> None:
+        """Add some rows."""
+        a, g = signal.a.flatten(0, 1).double(), signal.g.double()
+        if self.weight is not None:
+            self.A, self.B = _plus(self.A, a), _plus(self.B, g.flatten(0, 2))
+            self.positions += len(a)
+        if self.bias is not None:
+            self.G = _plus(self.G, g.sum(2).flatten(0, 1))
+
+    def blocks(self) -> dict[str, Block]:
+        """The finished blocks, by the names of the parameters."""
+        found = {}
+        if self.weight is not None:
+            assert self.A is not None
+            assert self.B is not None
+            found[self.weight] = Block.kronecker(self.B / self.positions, self.A)
+        if self.bias is not None:
+            assert self.G is not None
+            found[self.bias] = Block.of(self.G)
+        return found
+
+
+def _plus(total: Tensor | None, rows: Tensor) -> Tensor:
+    """The total with rows^T rows added; None is zero."""
+    return rows.T @ rows if total is None else total.addmm_(rows.T, rows)
+
+
+def _layers_with_factors(features: FeatureRows) -> tuple[dict[Layer, _Factors], int]:
+    """The layers whose signals give their gradients, as a few rows confirm, and the bytes that a row's signals take."""
+    jacobian, probe = features.jacobian, features.x[:_PROBE_ROWS]
+    names = {id(p): name for name, p in jacobian.parameters.items()}
+    sizes = [p.numel() for p in jacobian.parameters.values()]
+    phi = dict(zip(names.values(), torch.split(jacobian(probe)[1], sizes, 2), strict=True))
+    owners = Counter(id(p) for module in jacobian.model.modules() for p in module.parameters(recurse=False))
+    with jacobian.borrowed() as model:
+        calls = signals(model, layers_of(model), probe)
+    uses = Counter(call.module for call in calls)
+    layers: dict[Layer, _Factors] = {}
+    for call in calls:
+        weight, bias = call.module.weight, call.module.bias
+        for p, gradient in ((weight, call.in_weight()), (bias, call.in_bias())):
+            name = names.get(id(p))
+            if name is None:
+                continue
+            if owners[id(p)] > 1 or uses[call.module] > 1 or not _agree(gradient, phi[name]):
+                raise ValueError(
+                    f"{name} is used in more than one place of the network, where curvature='kfac' has no factors for "
+                    "it: use curvature='full', 'last_layer' or 'diagonal'"
+                )
+        layers[call.module] = _Factors(names.get(id(weight)), names.get(id(bias)))
+    width = torch.finfo(jacobian.dtype).bits // 8 + 8  # as they come, and in float64
+    parts = sum(call.a.numel() + 2 * call.g.numel() for call in calls)
+    return layers, Network.bytes_per_row(jacobian) + width * parts // len(probe)
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    share = _AGREEMENT if torch.finfo(expected.dtype).bits > 16 else _AGREEMENT_HALF
+    return bool((found - expected).abs().amax() <= share * expected.abs().amax())
+
+
+def _exact_blocks(features: FeatureRows, names: list[str]) -> dict[str, Block]:
+    """The blocks of S of tensors that no layer accounts for, held whole."""
+    parameters = features.jacobian.parameters
+    for name in names:
+        if parameters[name].numel() > _LARGEST_EXACT:
+            raise ValueError(
+                f"{name} is no weight or bias of an nn.Linear or (ungrouped) nn.Conv2d layer, and with "
+                f"{parameters[name].numel()} entries too large for an exact block of its own (up to {_LARGEST_EXACT}): "
+                "use curvature='last_layer' or 'diagonal', or take its requires_grad away"
+            )
+    if not names:
+        return {}
+    part = FeatureRows(Jacobian(features.jacobian.model, features.x, only=names), features.x, memory=features.memory)
+    sizes = [parameters[name].numel() for name in names]
+    sums = [torch.zeros(d, d, dtype=torch.float64, device=features.x.device) for d in sizes]
+    for _, phi in part.chunks("curvature"):
+        for S, P in zip(sums, torch.split(phi.flatten(0, 1).double(), sizes, 1), strict=True):
+            S.addmm_(P.T, P)
+    return {name: Block.of(S) for name, S in zip(names, sums, strict=True)}

@@ -1,0 +1,115 @@
+"""z: what goes into the last layer of a network, which is all of phi where only that layer's parameters count."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from fullcp.features.jacobian import Jacobian
+from fullcp.features.layers import recording
+from fullcp.features.network import normal
+from fullcp.features.outputs import as_rows
+from fullcp.features.preserve import parameters_by_name, preserved, unwrap
+
+_PROBE_ROWS = 2
+
+
+def last_layer_parameters(model: nn.Module, x: Tensor) -> list[str]:
+    """The names of the trainable parameters of the nn.Linear layer whose output is the network's own."""
+    model = unwrap(model)
+    names = {id(p): name for name, p in parameters_by_name(model).items() if p.requires_grad}
+    with preserved(model), torch.no_grad(), recording(_linear_layers(model)) as calls:
+        probe = normal(x[:_PROBE_ROWS])
+        f = as_rows(model(probe), len(probe))
+    found = [module for module, _, output in calls if _same_numbers(output, f)][-1:]
+    if not found:
+        raise ValueError(
+            "curvature='last_layer' needs a network that ends in an nn.Linear layer, this one does something to the "
+            "output of its last: use curvature='full', with requires_grad only where it should count"
+        )
+    (layer,) = found
+    last = [p for p in layer.parameters(recurse=False) if id(p) in names]
+    if not last:
+        raise ValueError("curvature='last_layer' needs parameters of the last layer that have requires_grad")
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    if any(owners[id(p)] > 1 for p in last) or sum(module is layer for module, _, _ in calls) > 1:
+        raise ValueError(
+            f"curvature='last_layer' needs a last layer that is used once, {names[id(last[0])]} is used elsewhere too: "
+            "use curvature='full'"
+        )
+    return [names[id(p)] for p in last]
+
+
+class Penultimate(Jacobian):
+    """The gradient of one output in its own parameters of the last layer: [z, 1], (n, 1, p + 1).
+
+    Every output has the same, and none has any other: phi is the Kronecker product of I_O and this. z or 1 is left out
+    where the weight or the bias does not count.
+
+    Parameters
+    ----------
+    jacobian : the gradients in the parameters of the last layer alone.
+    """
+
+    def __init__(self, jacobian: Jacobian):
+        super().__init__(jacobian.model, facts=jacobian.facts())
+        self.copies, self.outputs = jacobian.outputs, 1
+        owned = {id(p) for p in jacobian.parameters.values()}
+        layers = [m for m in _linear_layers(self.model) if any(id(p) in owned for p in m.parameters(recurse=False))]
+        if len(layers) != 1 or layers[0].out_features != self.copies:
+            raise ValueError("curvature='last_layer' needs gradients in the last layer's parameters alone")
+        self.layer = layers[0]
+        self.has_weight, self.has_bias = id(self.layer.weight) in owned, id(self.layer.bias) in owned
+
+    @property
+    def size(self) -> int:
+        """p + 1: the parameters of one output."""
+        return super().size // self.copies
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The first output (n, 1), and [z, 1] (n, 1, p + 1)."""
+        with self.borrowed(), torch.no_grad(), recording([self.layer]) as calls:
+            f = as_rows(self.model(normal(x)), len(x))
+        if len(calls) != 1 or not _same_numbers(calls[0][2], f):
+            raise ValueError(
+                "curvature='last_layer' needs the last layer's output to be the network's for all rows: use "
+                "curvature='full'"
+            )
+        z = calls[0][1].reshape(len(x), -1)
+        parts = [z] if self.has_weight else []
+        parts += [z.new_ones(len(x), 1)] if self.has_bias else []
+        return f[:, :1].detach(), torch.cat(parts, 1).unsqueeze(1)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """The first output, (n, 1)."""
+        return super().predict(x)[:, :1]
+
+    def part(self, v: Tensor) -> Tensor:
+        """Vectors in the last layer's parameters (..., D), parted by output: (..., O, p + 1)."""
+        cut = self.copies * self.layer.in_features if self.has_weight else 0
+        shape = *v.shape[:-1], self.copies, -1
+        parts = [v[..., :cut].reshape(shape)] if self.has_weight else []
+        return torch.cat([*parts, v[..., cut:].reshape(shape)] if self.has_bias else parts, -1)
+
+    def join(self, v: Tensor) -> Tensor:
+        """The inverse of `part`: (..., O, p + 1) to (..., D)."""
+        cut = self.layer.in_features if self.has_weight else 0
+        return torch.cat([v[..., :cut].flatten(-2), v[..., cut:].flatten(-2)], -1)
+
+    def locate(self, column: int) -> str:
+        """Name the parameter entry of the first output behind a column of [z, 1]."""
+        bias = self.has_bias and column == self.size - 1
+        return super().locate(super().size - self.copies if bias else column)
+
+
+def _linear_layers(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if type(module) is nn.Linear]
+
+
+def _same_numbers(output: Tensor, f: Tensor) -> bool:
+    if output.numel() != f.numel():
+        return False
+    output = output.reshape(f.shape)
+    return bool(((output == f) | (output.isnan() & f.isnan())).all())

@@ -1,0 +1,76 @@
+"""Products with S = sum_i phi_i^T phi_i over all rows, without phi where the network lets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, jvp, vjp
+
+from fullcp.features.jacobian import Jacobian
+from fullcp.features.network import Network, normal
+from fullcp.features.outputs import as_rows
+from fullcp.features.preserve import parameters_by_name
+from fullcp.features.rows import FeatureRows
+from fullcp.memory import rows_within
+
+_PROBE_ROWS = 4
+_AGREEMENT = 1e-3  # relative; the products are in float64 whatever the network's own precision
+
+
+def gram_product(features: FeatureRows) -> Callable[[Tensor], Tensor]:
+    """v (D,) -> S v: by forward and backward derivatives in float64, or from phi where the network refuses them."""
+    jacobian = features.jacobian
+    width = rows_within(features.memory // 8, 4 * Network.bytes_per_row(jacobian), at_most=8192)  # no phi, but float64
+
+    def without_phi(v: Tensor) -> Tensor:
+        found = torch.zeros_like(v)
+        for start in range(0, features.count, width):
+            found += _product(jacobian, features.x[start : start + width], v)
+        return found
+
+    def from_phi(v: Tensor) -> Tensor:
+        found = torch.zeros_like(v)
+        for _, phi in features.chunks("products"):
+            P = phi.flatten(0, 1).double()  # (n O, D)
+            found += P.T @ (P @ v)
+        return found
+
+    return without_phi if _trusted(features) else from_phi
+
+
+def _trusted(features: FeatureRows) -> bool:
+    """Whether the product of a few rows is the one that phi gives."""
+    generator = torch.Generator().manual_seed(0)
+    rows = features.x[:_PROBE_ROWS]
+    v = torch.randn(features.size, generator=generator, dtype=torch.float64).to(rows.device)
+    P = features.jacobian(rows)[1].flatten(0, 1).double()
+    expected = P.T @ (P @ v)
+    try:
+        found = _product(features.jacobian, rows, v)
+    except Exception:
+        return False
+    return bool((found - expected).abs().amax() <= _AGREEMENT * expected.abs().amax())
+
+
+def _product(jacobian: Jacobian, x: Tensor, v: Tensor) -> Tensor:
+    """phi^T (phi v) of some rows, (D,)."""
+    with jacobian.borrowed() as model:
+        tensors = {**parameters_by_name(model), **dict(model.named_buffers())}
+        fixed = {name: _double(t.detach()) for name, t in tensors.items()}
+        theta = {name: fixed.pop(name) for name in jacobian.parameters}
+        x = _double(normal(x))
+
+        def f(theta: dict[str, Tensor]) -> Tensor:
+            return as_rows(functional_call(model, {**fixed, **theta}, (x,)), len(x))
+
+        parts = torch.split(v, [t.numel() for t in theta.values()])
+        tangent = {name: part.view_as(t) for (name, t), part in zip(theta.items(), parts, strict=True)}
+        change = jvp(f, (theta,), (tangent,))[1]  # phi v
+        (gradient,) = vjp(f, theta)[1](change)
+    return torch.cat([gradient[name].flatten() for name in theta])
+
+
+def _double(t: Tensor) -> Tensor:
+    return t.double() if t.is_floating_point() else t
