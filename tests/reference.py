@@ -26,6 +26,46 @@ def dense_jacobian(model: nn.Module, X: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(fs), torch.stack(phis)
 
 
+def dense_kfac(model: nn.Sequential, X: Tensor) -> dict[str, Tensor]:
+    """The Kronecker-factored blocks of S of a chain of layers, by loops over rows, outputs and positions."""
+    A, B, G = {}, {}, {}
+    positions = {}
+    for row in X:
+        x, seen = row.unsqueeze(0), []
+        for index, layer in enumerate(model):
+            z = layer(x)
+            if any(True for _ in layer.parameters()):
+                seen.append((str(index), layer, x.detach(), z))
+            x = z
+        for index, layer, inside, z in seen:
+            for a in positions_of(layer, inside):
+                A[index] = A.get(index, 0) + torch.outer(a, a)
+            positions[index] = positions.get(index, 0) + len(positions_of(layer, inside))
+            for fo in x[0]:
+                (g,) = torch.autograd.grad(fo, z, retain_graph=True)
+                each = g[0].reshape(g.shape[1], -1).T if g.ndim == 4 else g.reshape(-1, g.shape[-1])  # (T, out)
+                B[index] = B.get(index, 0) + sum(torch.outer(gt, gt) for gt in each)
+                G[index] = G.get(index, 0) + torch.outer(each.sum(0), each.sum(0))
+    blocks = {}
+    for name, _ in model.named_parameters():
+        index, kind = name.split(".")
+        blocks[name] = G[index] if kind == "bias" else torch.kron(B[index] / positions[index], A[index])
+    return blocks
+
+
+def positions_of(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """What a layer sees of one row at each position."""
+    if isinstance(layer, nn.Linear):
+        return list(x.reshape(-1, x.shape[-1]))
+    (kh, kw), (sh, sw), (dh, dw), (ph, pw) = layer.kernel_size, layer.stride, layer.dilation, layer.padding
+    x = nn.functional.pad(x, (pw, pw, ph, ph))[0]
+    found = []
+    for i in range(0, x.shape[1] - dh * (kh - 1), sh):
+        for j in range(0, x.shape[2] - dw * (kw - 1), sw):
+            found.append(x[:, i : i + dh * (kh - 1) + 1 : dh, j : j + dw * (kw - 1) + 1 : dw].flatten())
+    return found
+
+
 def ridge(X: Array, Y: Array, l2: Array) -> Array:
     """Ridge solutions for each column of Y, by QR of the augmented least squares problem."""
     A = np.vstack([X, np.diag(np.sqrt(l2))])
