@@ -50,6 +50,21 @@ PREDICTORS = {
         {"candidates": 12, "epochs": 4, "l2": 1.0, "learning_rate": (0.1, 0.01)},
         lambda cp, X, y: cp.conformalize(X[:30], y[:30]),
     ),
+    "full, kfac": (
+        fullcp.FullConformalRegressor,
+        {"curvature": "kfac", "score": "standard", "l2": [1.0, 2.0, 3.0, 4.0]},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
+    "full, last layer": (
+        fullcp.FullConformalRegressor,
+        {"curvature": "last_layer", "refine": True},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
+    "full, diagonal, studentized": (
+        fullcp.FullConformalRegressor,
+        {"curvature": "diagonal", "l2": 30.0},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
     "refined split": (fullcp.RefinedSplitConformalRegressor, {"l2": 0.5}, lambda cp, X, y: cp.conformalize(X, y)),
     "normalized split": (fullcp.NormalizedSplitConformalRegressor, {}, fit_both),
     "normalized split, dual, signed": (
@@ -57,6 +72,18 @@ PREDICTORS = {
         {"residuals": "signed"},
         lambda cp, X, y: cp.fit(X[:20], y[:20]).conformalize(X[20:], y[20:]),
     ),
+    "refined split, kfac": (
+        fullcp.RefinedSplitConformalRegressor,
+        {"curvature": "kfac", "score": "standard", "l2": 0.5},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
+    "normalized split, kfac": (fullcp.NormalizedSplitConformalRegressor, {"curvature": "kfac"}, fit_both),
+    "normalized split, last layer, dual": (
+        fullcp.NormalizedSplitConformalRegressor,
+        {"curvature": "last_layer", "l2": 0.5},
+        lambda cp, X, y: cp.fit(X[:6], y[:6]).conformalize(X[6:], y[6:]),
+    ),
+    "laplace, diagonal": (fullcp.LaplaceRegressor, {"curvature": "diagonal"}, lambda cp, X, y: cp.fit(X, y)),
     "split": (fullcp.SplitConformalRegressor, {}, lambda cp, X, y: cp.conformalize(X, y)),
     "split, signed": (fullcp.SplitConformalRegressor, {"residuals": "signed"}, lambda cp, X, y: cp.conformalize(X, y)),
     "laplace": (fullcp.LaplaceRegressor, {"noise": 0.8}, lambda cp, X, y: cp.fit(X, y)),

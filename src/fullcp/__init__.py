@@ -6,7 +6,7 @@ True
 """
 
 from fullcp import evaluation, training, tuning
-from fullcp.curvature import NotPositiveDefiniteError
+from fullcp.curvature import NotPositiveDefiniteError, RefinementWarning
 from fullcp.predictors import (
     CandidateGridWarning,
     FarFromMinimumWarning,
@@ -14,6 +14,7 @@ from fullcp.predictors import (
     GridFullConformalRegressor,
     InfiniteIntervalWarning,
     LaplaceRegressor,
+    MissingScoreWarning,
     NormalizedSplitConformalRegressor,
     NotFittedError,
     PredictionIntervals,
@@ -30,11 +31,13 @@ __all__ = [
     "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
     "LaplaceRegressor",
+    "MissingScoreWarning",
     "NormalizedSplitConformalRegressor",
     "NotFittedError",
     "NotPositiveDefiniteError",
     "PredictionIntervals",
     "RefinedSplitConformalRegressor",
+    "RefinementWarning",
     "RetrainedFullConformalRegressor",
     "SplitConformalRegressor",
     "__version__",

@@ -179,4 +179,4 @@ def restore_eigen(features: FeatureRows, state: dict[str, Tensor]) -> EigenCurva
 def _eigh(S: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and vectors of a positive semidefinite matrix; what rounding took below zero is zero."""
     eigenvalues, Q = torch.linalg.eigh(S)
-    return eigenvalues.clamp(min=0), Q
+    return eigenvalues.clamp(min=0), Q.contiguous()  # row-major before and after saving: the same bits

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fullcp.features.network import normal
 from fullcp.features.outputs import as_rows
 
 Layer = nn.Linear | nn.Conv2d
@@ -75,7 +76,7 @@ def layers_of(model: nn.Module) -> list[Layer]:
 def signals(model: nn.Module, layers: Collection[nn.Module], x: Tensor) -> list[Signal]:
     """The signals of each use of the layers when `model` predicts the rows x (n, ...): one backward pass an output."""
     with recording(layers) as calls:
-        f = as_rows(model(x), len(x))
+        f = as_rows(model(normal(x)), len(x))
     calls = [call for call in calls if call[2].requires_grad]
     outputs = [z for _, _, z in calls]
     back = [

@@ -2,7 +2,7 @@
 
 from fullcp.predictors.base import InfiniteIntervalWarning, NotFittedError, Predictor
 from fullcp.predictors.candidate import CandidateGridWarning, CandidatePredictor
-from fullcp.predictors.full import FarFromMinimumWarning, FullConformalRegressor
+from fullcp.predictors.full import FarFromMinimumWarning, FullConformalRegressor, MissingScoreWarning
 from fullcp.predictors.grid_full import GridFullConformalRegressor
 from fullcp.predictors.laplace import LaplaceRegressor
 from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
@@ -19,6 +19,7 @@ __all__ = [
     "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
     "LaplaceRegressor",
+    "MissingScoreWarning",
     "NormalizedSplitConformalRegressor",
     "NotFittedError",
     "PredictionIntervals",

@@ -31,6 +31,10 @@ class FarFromMinimumWarning(UserWarning):
     """The network is not near a minimum of the penalised loss with the l2 given."""
 
 
+class MissingScoreWarning(UserWarning):
+    """Approximate curvature gives training rows leverages of 1 and more, where the score asked for does not exist."""
+
+
 class FullConformalRegressor(Predictor):
     """Full conformal prediction intervals for a trained network, without retraining (ACP-GN).
 
@@ -43,15 +47,19 @@ class FullConformalRegressor(Predictor):
     ----------
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
-    curvature : "auto" or "full"
-        The structure of the Gauss-Newton matrix; "auto" is "full", in the primal or dual form that is cheaper.
+    curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
+        The structure of the Gauss-Newton matrix. "auto" is "full", the exact one, in the primal or dual form that is
+        cheaper. "last_layer" is exact for a linear model on what goes into the last nn.Linear layer. "kfac" (nn.Linear
+        and nn.Conv2d layers) and "diagonal" are approximations for large networks: leverages of training rows can
+        reach 1 there, where only the standard score exists; pass score="standard" with them.
     score : "studentized", "standard" or "deleted"
     residuals : "auto", "absolute" or "signed"
         "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale. "marglik" tunes it (and the noise) by the Laplace marginal likelihood on the
         training rows. If the network was trained with a penalty, that one is as good: for the mean of (y - f)^2 and
-        weight decay w on N rows it is N w / 2, for the mean of (y - f)^2 / 2 it is N w.
+        weight decay w on N rows it is N w / 2, for the mean of (y - f)^2 / 2 it is N w. With curvature="last_layer"
+        it is about that layer's parameters alone, otherwise "marglik" tunes with the full curvature.
     refine : bool
         Move predictions and residuals to the ridge solution of the linearised network. Worth it for a network that
         was not trained to a minimum.
@@ -122,6 +130,7 @@ class FullConformalRegressor(Predictor):
         step, refined = refine(curvature, jacobian, e, exactly=self._is_refined())
         shift = relative_shift(e, refined)
         slack = curvature.slack()
+        self._warn_of_missing_scores(slack)
         refines = self._is_refined()
         self._assemble(curvature, features, refined if refines else e, slack, step if refines else None, residuals)
         self.shift_, self.tuning_ = shift, tuning
@@ -162,6 +171,21 @@ class FullConformalRegressor(Predictor):
                 f"{shift:.2g} times the residuals that it leaves. Intervals may be too wide or too narrow: check l2 "
                 "(in sum scale), standardise X and y, train longer, or pass refine=True",
                 FarFromMinimumWarning,
+                stacklevel=3,
+            )
+
+    def _warn_of_missing_scores(self, slack: Tensor) -> None:
+        """Say how many rows have leverages that leave no deleted or studentized score (see `fullcp.influence`)."""
+        if self.score == "standard":
+            return
+        share = float((torch.linalg.eigvalsh(slack)[:, 0] <= 0).double().mean())
+        if share > 0:
+            warnings.warn(
+                f"{share:.1%} of the training rows have a leverage of 1 or more by curvature={self.curvature!r}, where "
+                f"score={self.score!r} does not exist: they count for every label (but at test points of large cross "
+                "leverage), which widens intervals, and makes them infinite at levels above the share of the others. "
+                "Use score='standard', or curvature='full' or 'last_layer'",
+                MissingScoreWarning,
                 stacklevel=3,
             )
 

@@ -28,7 +28,8 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
     ----------
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
-    curvature : "auto" or "full"
+    curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
+        See `FullConformalRegressor`.
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
     residuals : "absolute" or "signed"

@@ -1,0 +1,307 @@
+"""KFAC, last-layer and diagonal curvature beyond the contract: factors, networks of all kinds, refusals, spectra."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fullcp
+from cases import NETWORKS, Tied, build
+from fullcp.curvature import fit_curvature, jacobian_for, last_layer_gram, spectrum
+from fullcp.curvature.kfac import kfac_blocks
+from fullcp.features import FeatureRows, Jacobian, gram_product
+from reference import dense_jacobian, dense_kfac
+
+
+def mlp(outputs=2):
+    return nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, outputs))
+
+
+def convolutions(**settings):
+    first = nn.Conv2d(2, 3, 3, **settings)
+    width = first(torch.zeros(1, 2, 7, 6)).shape[1:].numel()
+    return nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.Linear(width, 2))
+
+
+CHAINS = {
+    "mlp": (lambda: mlp(), (3,)),
+    "one output": (lambda: mlp(1), (3,)),
+    "positions": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Flatten(), nn.Linear(20, 2)), (5, 3)),
+    "convolution": (convolutions, (2, 7, 6)),
+    "convolution, stride": (lambda: convolutions(stride=(2, 1)), (2, 7, 6)),
+    "convolution, padding": (lambda: convolutions(padding=(1, 2)), (2, 7, 6)),
+    "convolution, all": (lambda: convolutions(stride=2, padding=2, dilation=(2, 1), bias=False), (2, 7, 6)),
+}
+
+
+def chain(name, rows=9, seed=0):
+    torch.manual_seed(seed)
+    make, shape = CHAINS[name]
+    return make().double(), torch.randn(rows, *shape, dtype=torch.float64)
+
+
+def rows_of(model, X, structure="full", memory=10**8):
+    return FeatureRows(jacobian_for(structure, model, X), X, memory=memory)
+
+
+def dense(block):
+    """The matrix of a block, by turning its eigenvectors one by one."""
+    Q = block.turn_back(torch.eye(block.eigenvalues.numel(), dtype=torch.float64))
+    return Q.T @ block.eigenvalues.flatten().diag() @ Q
+
+
+def assert_blocks(model, X, expected, memory=10**8):
+    found = kfac_blocks(rows_of(model, X, memory=memory))
+    for block, (name, S) in zip(found, expected.items(), strict=True):
+        torch.testing.assert_close(dense(block), S, rtol=1e-9, atol=1e-9 * float(S.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_factors_equal_loops_over_rows(name):
+    model, X = chain(name)
+    assert_blocks(model, X, dense_kfac(model, X))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_bias_blocks_and_single_linear_layers_are_exact(name):
+    model, X = chain(name)
+    flat = dense_jacobian(model, X)[1].flatten(0, 1)
+    S, start = flat.T @ flat, 0
+    for block, (parameter, p) in zip(kfac_blocks(rows_of(model, X)), model.named_parameters()):
+        own = slice(start, start := start + p.numel())
+        if "bias" in parameter:
+            torch.testing.assert_close(dense(block), S[own, own], rtol=1e-9, atol=1e-10)
+
+
+def test_one_layer_with_one_output_is_the_full_curvature():
+    X = torch.randn(20, 4, dtype=torch.float64)
+    model = nn.Linear(4, 1, bias=False).double()
+    features = rows_of(model, X)
+    phi = features.jacobian(torch.randn(5, 4, dtype=torch.float64))[1]
+    left, right = (fit_curvature(features, word, 0.3) for word in ("kfac", "full"))
+    torch.testing.assert_close(left.leverage(phi), right.leverage(phi))
+    torch.testing.assert_close(left.slack(), right.slack())
+
+
+@pytest.mark.parametrize("name", ["mlp", "one output", "convolution", "convolution, all"])
+def test_factors_equal_curvlinops(name):
+    curvlinops = pytest.importorskip("curvlinops")
+    model, X = chain(name)
+    loss = nn.MSELoss(reduction="sum")  # whose Gauss-Newton matrix is 2 S
+    operator = curvlinops.KFACLinearOperator(
+        model, loss, list(model.parameters()), [(X, model(X).detach())], fisher_type="type-2", kfac_approx="expand"
+    )
+    S = operator @ torch.eye(operator.shape[1], dtype=torch.float64) / 2
+    start = 0
+    for block, (parameter, p) in zip(kfac_blocks(rows_of(model, X)), model.named_parameters()):
+        own = slice(start, start := start + p.numel())
+        if parameter.endswith("weight") or name in {"mlp", "one output"}:  # of convolutions, ours are the exact ones
+            torch.testing.assert_close(dense(block), S[own, own], rtol=1e-8, atol=1e-10)
+
+
+def test_chunks_are_immaterial():
+    model, X = chain("convolution", rows=60)
+    assert_blocks(model, X, dense_kfac(model, X), memory=10**5)
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "circular"])
+@pytest.mark.parametrize("padding", ["same", 1])
+def test_other_paddings(padding, padding_mode):
+    """One convolution at one position a row, summed: its blocks are exact."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=padding, padding_mode=padding_mode), nn.Flatten()).double()
+    X = torch.randn(8, 1, 3, 3, dtype=torch.float64)
+    phi = dense_jacobian(model, X)[1]  # (8, 9, 10): each output is one position
+    weight, bias = kfac_blocks(rows_of(model, X))
+    S = torch.einsum("nod,noe->de", phi, phi)
+    torch.testing.assert_close(dense(weight), S[:9, :9])
+    torch.testing.assert_close(dense(bias), S[9:, 9:])
+
+
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "tied"])
+def test_any_network(name):
+    """Tensors outside of Linear and Conv2d layers have their exact blocks; the rest is finite and positive."""
+    model, X = build(name)
+    model.eval()
+    features = rows_of(model, X)
+    flat = dense_jacobian(model, X)[1].flatten(0, 1)
+    S, start = flat.T @ flat, 0
+    kinds = {
+        f"{n}.{p}" if n else p: type(m) for n, m in model.named_modules() for p, _ in m.named_parameters(recurse=False)
+    }
+    for block, (parameter, p) in zip(kfac_blocks(features), model.named_parameters()):
+        own = slice(start, start := start + p.numel())
+        if kinds[parameter] not in (nn.Linear, nn.Conv2d):
+            torch.testing.assert_close(dense(block), S[own, own], rtol=1e-8, atol=1e-10)
+    V = fit_curvature(features, "kfac", 0.1).leverage(features.jacobian(X)[1])
+    assert torch.isfinite(V).all()
+
+
+class TestRefusals:
+    X = torch.randn(12, 4, dtype=torch.float64)
+
+    def test_a_weight_in_two_places(self):
+        with pytest.raises(ValueError, match="a.weight is used in more than one place .* curvature='full'"):
+            fit_curvature(rows_of(Tied().double(), self.X), "kfac", 1.0)
+
+    def test_a_layer_used_twice(self):
+        layer = nn.Linear(4, 4)
+        model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 1)).double()
+        with pytest.raises(ValueError, match="0.weight is used in more than one place"):
+            fit_curvature(rows_of(model, self.X), "kfac", 1.0)
+
+    def test_a_weight_used_past_its_layer(self):
+        class Past(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Linear(4, 1)
+
+            def forward(self, x):
+                return self.a(x) + torch.tanh(x) @ self.a.weight.T
+
+        with pytest.raises(ValueError, match="a.weight is used in more than one place"):
+            fit_curvature(rows_of(Past().double(), self.X), "kfac", 1.0)
+
+    def test_large_tensors_of_other_kinds(self):
+        model = nn.Sequential(nn.Embedding(600, 4), nn.Flatten(), nn.Linear(8, 1))
+        X = torch.randint(600, (9, 2))
+        with pytest.raises(ValueError, match=r"0.weight is no weight .* 2400 entries .* requires_grad away"):
+            fit_curvature(rows_of(model, X), "kfac", 1.0)
+
+    def test_l2_that_varies_within_a_tensor(self):
+        model = nn.Linear(4, 1).double()
+        with pytest.raises(ValueError, match="l2 varies within weight, from 1 to 4: .* one value a parameter tensor"):
+            fit_curvature(rows_of(model, self.X), "kfac", [1.0, 2.0, 3.0, 4.0, 1.0])
+        fit_curvature(rows_of(model, self.X), "diagonal", [1.0, 2.0, 3.0, 4.0, 1.0])
+
+    @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+    def test_what_no_row_determines(self, structure):
+        model, X = nn.Linear(4, 1).double(), self.X.clone()
+        X[:, 1] = 0
+        with pytest.raises(fullcp.NotPositiveDefiniteError, match="singular in float64 in parameter weight: l2 = 0"):
+            fit_curvature(rows_of(model, X), structure, 0.0)
+        fit_curvature(rows_of(model, self.X), structure, 0.0)
+
+
+class TestLastLayer:
+    @pytest.mark.parametrize("form", ["primal", "dual"])
+    @pytest.mark.parametrize("outputs", [1, 3])
+    @pytest.mark.parametrize("bias", [True, False])
+    def test_is_the_full_curvature_of_these_parameters(self, form, outputs, bias):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, outputs, bias=bias)).double()
+        X = torch.randn(20 if form == "primal" else 4, 3, dtype=torch.float64)
+        features = rows_of(model, X, "last_layer")
+        assert list(features.jacobian.parameters) == ["2.weight", "2.bias"][: 1 + bias]
+        l2 = [0.3, 0.7][: 1 + bias]
+        found, expected = (fit_curvature(features, word, l2) for word in ("last_layer", "full"))
+        assert found.name == f"last layer, {form}"
+        phi = features.jacobian(torch.randn(5, 3, dtype=torch.float64))[1]
+        for left, right in ((found.query(phi), expected.query(phi)),):
+            torch.testing.assert_close(left.leverage, right.leverage)
+            torch.testing.assert_close(left.cross(slice(1, 3)), right.cross(slice(1, 3)))
+        torch.testing.assert_close(found.slack(), expected.slack())
+
+    def test_gram_before_l2(self):
+        model, X = mlp(3).double(), torch.randn(20, 3, dtype=torch.float64)
+        features = rows_of(model, X, "last_layer")
+        S, copies = last_layer_gram(features)
+        z = torch.cat([model[:-1](X), torch.ones(20, 1).double()], 1).detach()
+        torch.testing.assert_close(S, z.T @ z)
+        assert copies == 3
+        assert fit_curvature(features, "last_layer", 1.0).name == "last layer, primal"
+
+    def test_no_gradients_of_whole_rows_are_held(self):
+        """1,000 rows of 4 outputs and 4 x 500 weights: phi would take 64 MB, z takes 2 MB."""
+        model, X = nn.Linear(500, 4), torch.randn(1000, 500)
+        curvature = fit_curvature(rows_of(model, X, "last_layer", memory=8 * 10**6), "last_layer", 1.0)
+        assert curvature.slack().shape == (1000, 4, 4)
+        assert curvature.single.features.holds
+
+    def test_refusals(self):
+        X = torch.randn(12, 4)
+        scaled = nn.Sequential(nn.Linear(4, 2), nn.Softplus())
+        with pytest.raises(ValueError, match="a network that ends in an nn.Linear layer"):
+            jacobian_for("last_layer", scaled, X)
+        frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        frozen[1].requires_grad_(False)
+        with pytest.raises(ValueError, match="parameters of the last layer that have requires_grad"):
+            jacobian_for("last_layer", frozen, X)
+        layer = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match="a last layer that is used once"):
+            jacobian_for("last_layer", nn.Sequential(layer, nn.Tanh(), layer), X)
+        features = rows_of(nn.Linear(4, 2), X, "last_layer")
+        with pytest.raises(ValueError, match="l2 must be the same for all outputs"):
+            fit_curvature(features, "last_layer", torch.arange(1.0, 11.0))
+        with pytest.raises(ValueError, match="the last layer's parameters alone"):
+            fit_curvature(rows_of(mlp(), torch.randn(9, 3)), "last_layer", 1.0)
+
+    def test_a_frozen_weight_leaves_the_bias(self):
+        model, X = nn.Linear(4, 2), torch.randn(12, 4)
+        model.weight.requires_grad_(False)
+        curvature = fit_curvature(rows_of(model, X, "last_layer"), "last_layer", 1.0)
+        torch.testing.assert_close(curvature.slack(), (1 - torch.eye(2).double() / 13).expand(12, 2, 2) * torch.eye(2))
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal"])
+def test_spectrum_comes_before_l2(structure):
+    model, X = chain("mlp")
+    features = rows_of(model, X)
+    eigenvalues, index = spectrum(features, structure)
+    S = dense_kfac(model, X)
+    flat = dense_jacobian(model, X)[1].flatten(0, 1)
+    diagonals = torch.split(flat.square().sum(0), [p.numel() for p in model.parameters()])
+    for k, block in enumerate(S.values()):
+        expected = torch.linalg.eigvalsh(block) if structure == "kfac" else diagonals[k].sort().values
+        torch.testing.assert_close(eigenvalues[index == k].sort().values, expected, rtol=1e-7, atol=1e-9)
+    kept = features.kept[structure]
+    assert fit_curvature(features, structure, 1.0).blocks is kept
+    assert not features.kept
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_products_without_phi(name):
+    model, X = build(name)
+    model.eval()
+    features = FeatureRows(Jacobian(model, X), X, memory=10**8)
+    product = gram_product(features)
+    flat = dense_jacobian(model, X)[1].flatten(0, 1)
+    v = torch.randn(features.size, dtype=torch.float64)
+    torch.testing.assert_close(product(v), flat.T @ (flat @ v), rtol=1e-9, atol=1e-9)
+    assert product.__name__ == "without_phi"
+
+
+def test_products_of_networks_without_forward_derivatives():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * ctx.saved_tensors[0] * g
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return Square.apply(self.layer(x))
+
+    model, X = Network().double(), torch.randn(9, 3, dtype=torch.float64)
+    product = gram_product(rows_of(model, X))
+    flat = dense_jacobian(model, X)[1].flatten(0, 1)
+    v = torch.randn(4, dtype=torch.float64)
+    assert product.__name__ == "from_phi"
+    torch.testing.assert_close(product(v), flat.T @ (flat @ v))
+
+
+def test_missing_scores_are_told():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    X, y = torch.randn(40, 3), torch.randn(40)
+    with pytest.warns(fullcp.MissingScoreWarning, match=r"% of the training rows .* curvature='diagonal'"):
+        fullcp.FullConformalRegressor(model, curvature="diagonal", l2=0.1).conformalize(X, y)
