@@ -142,13 +142,13 @@ class TestRefusals:
     X = torch.randn(12, 4, dtype=torch.float64)
 
     def test_a_weight_in_two_places(self):
-        with pytest.raises(ValueError, match="a.weight is used in more than one place .* curvature='full'"):
+        with pytest.raises(ValueError, match=r"a\.weight is used in more than one place .* curvature='full'"):
             fit_curvature(rows_of(Tied().double(), self.X), "kfac", 1.0)
 
     def test_a_layer_used_twice(self):
         layer = nn.Linear(4, 4)
         model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 1)).double()
-        with pytest.raises(ValueError, match="0.weight is used in more than one place"):
+        with pytest.raises(ValueError, match=r"0\.weight is used in more than one place"):
             fit_curvature(rows_of(model, self.X), "kfac", 1.0)
 
     def test_a_weight_used_past_its_layer(self):
@@ -160,18 +160,18 @@ class TestRefusals:
             def forward(self, x):
                 return self.a(x) + torch.tanh(x) @ self.a.weight.T
 
-        with pytest.raises(ValueError, match="a.weight is used in more than one place"):
+        with pytest.raises(ValueError, match=r"a\.weight is used in more than one place"):
             fit_curvature(rows_of(Past().double(), self.X), "kfac", 1.0)
 
     def test_large_tensors_of_other_kinds(self):
         model = nn.Sequential(nn.Embedding(600, 4), nn.Flatten(), nn.Linear(8, 1))
         X = torch.randint(600, (9, 2))
-        with pytest.raises(ValueError, match=r"0.weight is no weight .* 2400 entries .* requires_grad away"):
+        with pytest.raises(ValueError, match=r"0\.weight is no weight .* 2400 entries .* requires_grad away"):
             fit_curvature(rows_of(model, X), "kfac", 1.0)
 
     def test_l2_that_varies_within_a_tensor(self):
         model = nn.Linear(4, 1).double()
-        with pytest.raises(ValueError, match="l2 varies within weight, from 1 to 4: .* one value a parameter tensor"):
+        with pytest.raises(ValueError, match=r"l2 varies within weight, from 1 to 4: .* one value a parameter tensor"):
             fit_curvature(rows_of(model, self.X), "kfac", [1.0, 2.0, 3.0, 4.0, 1.0])
         fit_curvature(rows_of(model, self.X), "diagonal", [1.0, 2.0, 3.0, 4.0, 1.0])
 
@@ -222,7 +222,7 @@ class TestLastLayer:
     def test_refusals(self):
         X = torch.randn(12, 4)
         scaled = nn.Sequential(nn.Linear(4, 2), nn.Softplus())
-        with pytest.raises(ValueError, match="a network that ends in an nn.Linear layer"):
+        with pytest.raises(ValueError, match=r"a network that ends in an nn.Linear layer"):
             jacobian_for("last_layer", scaled, X)
         frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         frozen[1].requires_grad_(False)

@@ -17,8 +17,6 @@ from fullcp.curvature.penalty import expand_l2
 from fullcp.features import FeatureRows
 from fullcp.progress import track
 
-FORMS = ("primal", "dual")
-
 
 def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str | None = None) -> Curvature:
     """Factorise H = sum_i phi_i phi_i^T + diag(l2) over the rows of `features`.
