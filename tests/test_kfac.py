@@ -299,6 +299,22 @@ def test_products_of_networks_without_forward_derivatives():
     torch.testing.assert_close(product(v), flat.T @ (flat @ v))
 
 
+def test_a_refinement_cut_short_is_told(monkeypatch):
+    monkeypatch.setattr("fullcp.curvature.ridge._MOST_STEPS", 1)
+    model, X = chain("one output")
+    features = rows_of(model, X)
+    curvature = fit_curvature(features, "kfac", 0.1)
+    with pytest.warns(fullcp.RefinementWarning, match="1e-06 was wanted: raise l2"):
+        curvature.refine(torch.randn(9, 1).double(), torch.ones(features.size).double())
+
+
+def test_rows_without_finite_gradients_are_named():
+    model, X = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), torch.randn(30, 3)
+    X[17, 1] = float("inf")
+    with pytest.raises(ValueError, match=r"NaN or infinite .* 17"):
+        kfac_blocks(FeatureRows(Jacobian(model, torch.randn(9, 3)), X, memory=10**8))
+
+
 def test_missing_scores_are_told():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))

@@ -22,6 +22,7 @@ from torch import Tensor
 from fullcp.curvature.eigen import Block, EigenCurvature, expand_over
 from fullcp.features import FeatureRows, Jacobian, Network
 from fullcp.features.layers import Layer, Signal, layers_of, signals
+from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
 from fullcp.progress import track
 
@@ -53,6 +54,7 @@ def kfac_blocks(features: FeatureRows) -> list[Block]:
     with jacobian.borrowed() as model:
         for start in track(starts, "curvature", len(starts)):
             for signal in signals(model, list(layers), x[start : start + size]):
+                check_all_finite(start, {"activations": signal.a, "gradients": signal.g.transpose(0, 1)})
                 layers[signal.module].add(signal)
     blocks: dict[str, Block] = {}
     for factors in layers.values():
@@ -109,7 +111,7 @@ def _plus(total: Tensor | None, rows: Tensor) -> Tensor:
 
 def _layers_with_factors(features: FeatureRows) -> tuple[dict[Layer, _Factors], int]:
     """The layers whose signals give their gradients, as a few rows confirm, and the bytes that a row's signals take."""
-    jacobian, probe = features.jacobian, features.x[:_PROBE_ROWS]
+    jacobian, probe = features.jacobian, features.sample(_PROBE_ROWS)
     names = {id(p): name for name, p in jacobian.parameters.items()}
     sizes = [p.numel() for p in jacobian.parameters.values()]
     phi = dict(zip(names.values(), torch.split(jacobian(probe)[1], sizes, 2), strict=True))

@@ -62,6 +62,10 @@ class FeatureRows:
             self._gram = S
         return S
 
+    def sample(self, most: int) -> Tensor:
+        """A few rows of x, spread over all."""
+        return self.x[:: max(1, self.count // most)][:most]
+
     def slices(self) -> list[slice]:
         """The chunks of rows, in order."""
         return [slice(start, min(start + self.chunk, self.count)) for start in range(0, self.count, self.chunk)]
