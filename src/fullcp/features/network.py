@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -87,9 +88,11 @@ class Network:
         with self.borrowed(), torch.no_grad():
             return as_rows(self.model(normal(x)), len(x))
 
-    def borrowed(self) -> AbstractContextManager[None]:
-        """The module in evaluation mode, as it was afterwards: see `preserved`."""
-        return preserved(self.model, writes=self._writes)
+    @contextmanager
+    def borrowed(self) -> Iterator[nn.Module]:
+        """The module in evaluation mode, left as it was afterwards: see `preserved`."""
+        with preserved(self.model, writes=self._writes):
+            yield self.model
 
     def bytes_per_row(self) -> int:
         """Memory that one row takes while it passes through."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.candidates import count_tails, grid_over
-from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, restore_full
+from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, jacobian_for, restore
 from fullcp.features import FeatureRows, Jacobian, Network, PerturbedNetwork
 from fullcp.influence import RESIDUALS
 from fullcp.inputs import check_all_finite, check_choice
@@ -41,7 +41,7 @@ class GridFullConformalRegressor(CandidatePredictor):
     ----------
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, 1). It is never changed.
-    curvature : "auto" or "full"
+    curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
         The structure of the Gauss-Newton matrix, see `FullConformalRegressor`.
     residuals : "absolute" or "signed"
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
@@ -103,7 +103,7 @@ class GridFullConformalRegressor(CandidatePredictor):
         rows = self._read_data(X, y)
         assert rows.y is not None
         grid = grid_over(self.candidates, rows.y.flatten())
-        jacobian = Jacobian(self.model, rows.x)
+        jacobian = jacobian_for(self.curvature, self.model, rows.x)
         if jacobian.outputs > 1:
             raise ValueError(f"model has {jacobian.outputs} outputs: candidates form a grid over one label only")
         targets = self._check_targets(jacobian, rows)
@@ -161,7 +161,7 @@ class GridFullConformalRegressor(CandidatePredictor):
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         jacobian = Jacobian(self.model, facts=network)
         features = FeatureRows(jacobian, state["x"], memory=self._budget())
-        curvature = restore_full(features, state)
+        curvature = restore(features, state)
         self._assemble(features, curvature, state["y"], state["grid"], facts["residuals"])
         self.tuning_ = tuning_from(facts["tuning"])
         return jacobian
