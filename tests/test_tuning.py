@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fullcp
+from fullcp.curvature import jacobian_for
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.tuning import evidence_of, evidence_of_many, tune
 from reference import dense_jacobian, log_marginal_likelihood
@@ -242,3 +243,75 @@ class TestPredictors:
         X = torch.randn(20, 3, dtype=torch.float64)
         with pytest.raises(ValueError, match="l2 must be 'marglik', a number or an array of numbers, got 'evidence'"):
             self.make(fullcp.FullConformalRegressor, "evidence").conformalize(X, X[:, 0])
+
+
+def dense_in_structure(model, X, e, precision, variance, curvature):
+    """The formula on S as the structure has it: dense blocks made of plain autograd gradients."""
+    parameters = list(model.parameters())
+    phi = dense_jacobian(model, X)[1]  # (N, O, D)
+    names = [name for name, _ in model.named_parameters()]
+    N, O, _ = phi.shape
+    S = torch.zeros(phi.shape[2], phi.shape[2], dtype=torch.float64)
+    if curvature == "diagonal":
+        S = torch.diag(phi.square().sum((0, 1)))
+    elif curvature == "last_layer":
+        keep = torch.cat([torch.full((p.numel(),), "2." in name) for name, p in zip(names, parameters)])
+        phi = phi[:, :, keep]
+        S = phi.flatten(0, 1).T @ phi.flatten(0, 1)
+        parameters = parameters[2:]
+    else:
+        inputs = [X, torch.tanh(X @ model[0].weight.T + model[0].bias).detach()]
+        start = 0
+        for layer, a in zip((model[0], model[2]), inputs):
+            k = layer.weight.numel()
+            bias = slice(start + k, start + k + len(layer.bias))
+            g = phi[:, :, bias].flatten(0, 1)  # the signals: gradients in the bias
+            S[start : start + k, start : start + k] = torch.kron(g.T @ g / N, a.T @ a)
+            S[bias, bias] = g.T @ g
+            start = bias.stop
+    d = torch.cat([v * torch.ones(p.numel(), dtype=torch.float64) for p, v in zip(parameters, precision)])
+    theta = torch.cat([p.detach().flatten() for p in parameters])
+    n, v = e.numel(), variance
+    fit = n * np.log(2 * np.pi * v) + float(e.square().sum()) / v
+    return (
+        float(d.log().sum() - (d * theta.square()).sum() - torch.linalg.slogdet(S / v + torch.diag(d))[1]) - fit
+    ) / 2
+
+
+@settings(max_examples=30)
+@given(
+    curvature=st.sampled_from(["kfac", "diagonal", "last_layer"]),
+    rows=st.integers(2, 30),
+    hidden=st.integers(1, 5),
+    outputs=st.integers(1, 3),
+    structure=st.sampled_from(["layer", "scalar"]),
+    seed=st.integers(0, 10**6),
+)
+def test_other_structures_have_the_dense_formula_too(curvature, rows, hidden, outputs, structure, seed):
+    model, X, e, _ = problem(rows, hidden, outputs, seed)
+    features = FeatureRows(jacobian_for(curvature, model, X), X, memory=10**8)
+    evidence = evidence_of(features, e, structure, curvature)
+    groups = {"layer": 2 if curvature == "last_layer" else 4, "scalar": 1}[structure]
+    assert evidence.groups == groups
+    rng = np.random.default_rng(seed)
+    x, log_variance = rng.uniform(-3, 3, groups), rng.uniform(-3, 2)
+    tensors = 2 if curvature == "last_layer" else 4
+    precision = torch.from_numpy(np.exp(x)).expand(tensors) if structure == "scalar" else torch.from_numpy(np.exp(x))
+    expected = dense_in_structure(model, X, e, precision, np.exp(log_variance), curvature)
+    arguments = at(x, np.exp(log_variance))
+    assert evidence(*arguments).value.item() == pytest.approx(expected, rel=1e-8, abs=1e-7)
+    check_gradient(evidence, *arguments)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diagonal", "last_layer"])
+def test_predictors_tune_with_the_curvature_they_use(curvature):
+    model, X, e, _ = problem(40, 4)
+    y = model(X).detach() + e
+    found = fullcp.FullConformalRegressor(model, curvature, score="standard").conformalize(X, y).tuning_
+    features = FeatureRows(jacobian_for(curvature, model, X), X, memory=10**8)
+    evidence = evidence_of(features, e, "layer", curvature)
+    at_best = evidence(*at(np.log(found.l2 / found.noise**2), found.noise**2))
+    assert at_best.value.item() == pytest.approx(found.log_marginal_likelihood, rel=1e-9)
+    full = fullcp.FullConformalRegressor(model).conformalize(X, y).tuning_
+    assert len(found.l2) == (2 if curvature == "last_layer" else 4)
+    assert abs(found.log_marginal_likelihood - full.log_marginal_likelihood) > 1e-3

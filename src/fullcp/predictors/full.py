@@ -59,7 +59,7 @@ class FullConformalRegressor(Predictor):
         The ridge penalty in sum scale. "marglik" tunes it (and the noise) by the Laplace marginal likelihood on the
         training rows. If the network was trained with a penalty, that one is as good: for the mean of (y - f)^2 and
         weight decay w on N rows it is N w / 2, for the mean of (y - f)^2 / 2 it is N w. With curvature="last_layer"
-        it is about that layer's parameters alone, otherwise "marglik" tunes with the full curvature.
+        it is about that layer's parameters alone. "marglik" tunes with the curvature that the intervals use.
     refine : bool
         Move predictions and residuals to the ridge solution of the linearised network. Worth it for a network that
         was not trained to a minimum.
@@ -125,7 +125,7 @@ class FullConformalRegressor(Predictor):
         residuals = self._resolve_residuals(len(rows.x), jacobian.outputs)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
         e = y_checked - features.predictions
-        l2, tuning = settle(self.l2, features, e)
+        l2, tuning = settle(self.l2, features, e, self.curvature)
         curvature = fit_curvature(features, self.curvature, l2)
         step, refined = refine(curvature, jacobian, e, exactly=self._is_refined())
         shift = relative_shift(e, refined)

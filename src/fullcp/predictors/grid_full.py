@@ -108,7 +108,7 @@ class GridFullConformalRegressor(CandidatePredictor):
             raise ValueError(f"model has {jacobian.outputs} outputs: candidates form a grid over one label only")
         targets = self._check_targets(jacobian, rows)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
-        l2, tuning = settle(self.l2, features, targets - features.predictions)
+        l2, tuning = settle(self.l2, features, targets - features.predictions, self.curvature)
         curvature = fit_curvature(features, self.curvature, l2, cross=False)
         self._assemble(features, curvature, targets[:, 0], grid, self.residuals)
         self.tuning_ = tuning

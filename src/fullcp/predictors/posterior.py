@@ -35,7 +35,7 @@ class Posterior:
         check_outputs(jacobian.outputs, rows.y)
         features = FeatureRows(jacobian, rows.x, memory=memory)
         e = rows.y - features.predictions
-        l2, tuning = settle(l2, features, e)
+        l2, tuning = settle(l2, features, e, curvature)
         fitted = fit_curvature(features, curvature, l2, cross=False)
         return cls(jacobian, features, fitted, Fingerprint(model), tuning, float(e.square().mean().sqrt()))
 

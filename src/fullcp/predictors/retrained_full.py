@@ -139,7 +139,7 @@ class RetrainedFullConformalRegressor(CandidatePredictor):
         l2, tuning = self.l2, None
         if isinstance(l2, str):
             features = FeatureRows(Jacobian(self.model, rows.x), rows.x, memory=self._budget())
-            l2, tuning = settle(l2, features, targets - features.predictions)
+            l2, tuning = settle(l2, features, targets - features.predictions, "full")
         names = trainable(self.model)
         penalty = expand_l2(l2, names, rows.x.device)
         self._assemble(rows.x, targets[:, 0], penalty, list(names), recipe, grid, self.residuals)

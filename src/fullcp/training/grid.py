@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from fullcp.inputs import ModelTraits, check_positive_int, model_traits, read_ro
 from fullcp.training.build import build_stack
 from fullcp.training.losses import read_loss
 from fullcp.training.pool import pairs_of, read_pool
-from fullcp.training.trainer import DivergenceWarning, train_ensemble
+from fullcp.training.trainer import run_all
 from fullcp.training.watch import mean_loss
 
 # The paper's grid for large data sets.
@@ -88,17 +87,15 @@ def grid_search(
     split = [_split(X, y, traits, validation, s) for (X, y), s in zip(pairs, seeds, strict=True)]
     copies = [copy.deepcopy(model) for model in models for _ in values]
     training, held = ([part[i] for part in split for _ in values] for i in (0, 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DivergenceWarning)
-        runs = train_ensemble(
-            copies,
-            training,
-            l2=list(values) * len(models),
-            seed=[s for s in seeds for _ in values],
-            loss=loss,
-            epochs=epochs,
-            **recipe,
-        )
+    runs = run_all(
+        copies,
+        training,
+        l2=list(values) * len(models),
+        seed=[s for s in seeds for _ in values],
+        loss=loss,
+        epochs=epochs,
+        **recipe,
+    )
     measure = read_loss(loss)
     pool = read_pool(copies, held, same_shape=measure.same_shape, name="validation")
     losses = mean_loss(build_stack(copies, pool.x), pool, measure).cpu().numpy()

@@ -115,7 +115,7 @@ def train(
     >>> run.losses[-1] < run.losses[0]
     True
     """
-    (run,) = _train(
+    (run,) = run_all(
         [model],
         (X, y),
         l2=[l2],
@@ -184,7 +184,7 @@ def train_ensemble(
     3
     """
     models = list(models)
-    runs = _train(
+    runs = run_all(
         models,
         data,
         l2=_per_network("l2", l2, len(models)),
@@ -208,22 +208,23 @@ def train_ensemble(
     return runs
 
 
-def _train(
+def run_all(
     models: list[nn.Module],
     data: Any,
     *,
     l2: list[Any],
-    noise: Any,
-    epochs: int,
-    batch_size: int,
-    learning_rate: tuple[float, float],
-    seed: Any,
-    loss: Any,
-    validation: Any,
-    patience: int | None,
-    tuning: Schedule | None,
-    checkpoint: str | Path | None,
+    noise: Any = 1.0,
+    epochs: int = 1000,
+    batch_size: int = 256,
+    learning_rate: tuple[float, float] = (1e-2, 1e-5),
+    seed: Any = 0,
+    loss: Any = "squared",
+    validation: Any = None,
+    patience: int | None = None,
+    tuning: Schedule | None = None,
+    checkpoint: str | Path | None = None,
 ) -> list[Training]:
+    """Train networks with a penalty each; the results say which of them diverged."""
     recipe = Recipe(
         check_positive_int("epochs", epochs), check_positive_int("batch_size", batch_size), read_rates(learning_rate)
     )

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fullcp.curvature import last_layer_gram, spectrum
 from fullcp.features import FeatureRows
 from fullcp.tuning.evidence import Evidence
-from fullcp.tuning.forms import Form, Gram, Kernels, Spectral
+from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral
 
 STRUCTURES = ("layer", "scalar")
 
@@ -18,7 +19,7 @@ STRUCTURES = ("layer", "scalar")
 _PRIMAL_UP_TO = {"layer": 1.75, "scalar": 1.0}
 
 
-def evidence_of(features: FeatureRows, e: Tensor, structure: str = "layer") -> Evidence:
+def evidence_of(features: FeatureRows, e: Tensor, structure: str = "layer", curvature: str = "full") -> Evidence:
     """The marginal likelihood of one network, B = 1.
 
     Parameters
@@ -28,16 +29,27 @@ def evidence_of(features: FeatureRows, e: Tensor, structure: str = "layer") -> E
         Residuals y - f.
     structure : "layer" or "scalar"
         One prior precision a parameter tensor, or one for all.
+    curvature : of which structure S is, see `fullcp.curvature`; `features` must be of the parameters that it wants.
+        The next fit of it to the same `features` takes up what is computed here.
     """
     parameters = [p.detach().reshape(-1) for p in features.jacobian.parameters.values()]
     sizes, squares = _groups([len(p) for p in parameters], torch.cat(parameters).unsqueeze(0), structure)
-    form: Form
-    if features.size <= e.numel():
-        form = _form_of_gram(features.gram(keep=True).unsqueeze(0), sizes)  # the curvature will want it too
-    else:
-        form = _form_of_kernels(_kernels(features, sizes).unsqueeze(0), sizes)
     squared_error = e.double().square().sum().reshape(1)
+    form = _form_of(features, e.numel(), sizes, curvature)
     return Evidence(form, squares, squared_error, torch.full_like(squared_error, e.numel()))
+
+
+def _form_of(features: FeatureRows, observations: int, sizes: list[int], curvature: str) -> Form:
+    """S of one network in the structure named."""
+    if curvature in ("kfac", "diagonal"):
+        eigenvalues, tensor = spectrum(features, curvature)
+        return Spectral(eigenvalues.unsqueeze(0), tensor if len(sizes) > 1 else torch.zeros_like(tensor), sizes)
+    if curvature == "last_layer":
+        S, outputs = last_layer_gram(features)  # of one output; the others share it, and no parameter
+        return Repeated(_form_of_gram(S.unsqueeze(0), [size // outputs for size in sizes]), outputs)
+    if features.size <= observations:
+        return _form_of_gram(features.gram(keep=True).unsqueeze(0), sizes)  # the curvature will want it too
+    return _form_of_kernels(_kernels(features, sizes).unsqueeze(0), sizes)
 
 
 def evidence_of_many(

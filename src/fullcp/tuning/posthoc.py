@@ -39,7 +39,7 @@ class Tuning:
     structure: str
 
 
-def tune(features: FeatureRows, e: Tensor, *, structure: str = "auto") -> Tuning:
+def tune(features: FeatureRows, e: Tensor, *, structure: str = "auto", curvature: str = "full") -> Tuning:
     """Maximise the Laplace marginal likelihood over l2 and noise, by L-BFGS with exact gradients.
 
     Parameters
@@ -50,12 +50,13 @@ def tune(features: FeatureRows, e: Tensor, *, structure: str = "auto") -> Tuning
     structure : "layer", "scalar" or "auto"
         "auto" is one l2 a parameter tensor up to 2,000 parameters or rows, whichever is fewer; beyond (and where the
         kernels of a large network exceed the memory budget) one for all, which takes a single eigendecomposition.
+    curvature : the structure of S; KFAC and diagonal curvature are decomposed once, whatever the number of l2.
     """
     from scipy.optimize import minimize
 
     if structure == "auto":
-        structure = _structure_within(features)
-    evidence = evidence_of(features, e, structure)
+        structure = _structure_within(features, curvature)
+    evidence = evidence_of(features, e, structure, curvature)
     start = np.zeros(evidence.groups + 1)
     start[-1] = np.log(max(float(evidence.squared_error) / e.numel(), 1e-6))
 
@@ -71,19 +72,23 @@ def tune(features: FeatureRows, e: Tensor, *, structure: str = "auto") -> Tuning
     return Tuning(l2, variance**0.5, -float(best.fun), int(best.nfev), structure)
 
 
-def _structure_within(features: FeatureRows) -> str:
+def _structure_within(features: FeatureRows, curvature: str) -> str:
+    if curvature in ("kfac", "diagonal"):
+        return "layer"
+    if curvature == "last_layer":
+        return "layer" if features.size <= _MOST_FOR_LAYERS * features.outputs else "scalar"
     n, groups = features.count * features.outputs, len(features.jacobian.parameters)
     kernels = 0 if features.size <= n else 8 * groups * n**2
     return "layer" if min(n, features.size) <= _MOST_FOR_LAYERS and kernels <= features.memory // 2 else "scalar"
 
 
-def settle(l2: object, features: FeatureRows, e: Tensor) -> tuple[object, Tuning | None]:
-    """The penalty a predictor was given; for "marglik" the tuned one."""
+def settle(l2: object, features: FeatureRows, e: Tensor, curvature: str) -> tuple[object, Tuning | None]:
+    """The penalty a predictor was given; for "marglik" the one tuned with its curvature."""
     if not isinstance(l2, str):
         return l2, None
     if l2 != "marglik":
         raise ValueError(f"l2 must be 'marglik', a number or an array of numbers, got {l2!r}")
-    tuning = tune(features, e)
+    tuning = tune(features, e, curvature=curvature)
     return tuning.l2, tuning
 
 
