@@ -21,10 +21,11 @@ from fullcp.predictors import (
     SplitConformalRegressor,
 )
 from fullcp.progress import track
-from fullcp.training import mlp, train
+from fullcp.training import mlp, replicate, train_ensemble
 
 Array = NDArray[np.float64]
 LEVELS = (0.9, 0.95, 0.99)
+Rows = tuple[Array, Array]
 L2 = 30.0  # sum scale, standardised units; set by hand for these data
 
 
@@ -46,14 +47,29 @@ class Summary:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class _Split:
+    """Standardised rows of one split, and the way back."""
+
+    everything: Rows
+    fit: Rows
+    cal: Rows
+    test: Rows
+    scale: Standardizer
+
+
 def run(splits: int = 10, *, epochs: int = 300, seed: int = 0) -> list[Summary]:
-    """Train on each split, conformalize by each method, evaluate on its test rows."""
+    """Train the networks of all splits as one ensemble, conformalize by each method, evaluate on the test rows."""
     X, y = load_diabetes()
+    parts = [_split(X, y, train_rows, test_rows) for train_rows, test_rows in random_splits(len(X), splits, seed=seed)]
+    seeds = [seed + i for i in range(splits) for _ in range(2)]
+    models = replicate(lambda: mlp(X.shape[1]), seeds)
+    data = [rows for part in parts for rows in (part.everything, part.fit)]
+    train_ensemble(models, data, l2=L2, epochs=epochs, seed=seeds)
     found: dict[str, list[list[Evaluation]]] = {}
-    parts = list(random_splits(len(X), splits, seed=seed))
-    for i, (train_rows, test_rows) in enumerate(track(parts, "splits", len(parts))):
-        for name, result in _one_split(X, y, train_rows, test_rows, epochs, seed + i):
-            found.setdefault(name, []).append(evaluate(y[test_rows], result, LEVELS))
+    for i, part in enumerate(track(parts, "splits", len(parts))):
+        for name, result in _methods(part, *models[2 * i : 2 * i + 2]):
+            found.setdefault(name, []).append(evaluate(part.test[1], result, LEVELS))
     return [
         _summarise(name, level, [run[j] for run in runs])
         for name, runs in found.items()
@@ -61,33 +77,26 @@ def run(splits: int = 10, *, epochs: int = 300, seed: int = 0) -> list[Summary]:
     ]
 
 
-def _one_split(
-    X: Array, y: Array, train_rows: NDArray[np.int64], test_rows: NDArray[np.int64], epochs: int, seed: int
-) -> Iterator[tuple[str, PredictionIntervals]]:
-    """Each method's intervals on the test rows, in the target's units."""
+def _split(X: Array, y: Array, train_rows: NDArray[np.int64], test_rows: NDArray[np.int64]) -> _Split:
     x_scale, y_scale = Standardizer.of(X[train_rows]), Standardizer.of(y[train_rows])
-    X, y = x_scale.transform(X), y_scale.transform(y)
+    Z, t = x_scale.transform(X), y_scale.transform(y)
     fit_rows, cal_rows = halves(train_rows)
-    full, half = (_trained(X[rows], y[rows], epochs, seed) for rows in (train_rows, fit_rows))
-    everything, fit, cal = ((X[rows], y[rows]) for rows in (train_rows, fit_rows, cal_rows))
+    everything, fit, cal = ((Z[rows], t[rows]) for rows in (train_rows, fit_rows, cal_rows))
+    return _Split(everything, fit, cal, (Z[test_rows], y[test_rows]), y_scale)
+
+
+def _methods(part: _Split, full: torch.nn.Module, half: torch.nn.Module) -> Iterator[tuple[str, PredictionIntervals]]:
+    """Each method's intervals on the test rows, in the target's units."""
     makers: dict[str, Callable[[], Predictor]] = {
-        "ACP-GN": lambda: FullConformalRegressor(full, l2=L2).conformalize(*everything),
-        "SCP-GN": lambda: NormalizedSplitConformalRegressor(half, l2=L2).fit(*fit).conformalize(*cal),
-        "SCP": lambda: SplitConformalRegressor(half).conformalize(*cal),
-        "split + refine": lambda: RefinedSplitConformalRegressor(half, l2=L2).conformalize(*cal),
-        "LA": lambda: LaplaceRegressor(full, l2=L2).fit(*everything),
+        "ACP-GN": lambda: FullConformalRegressor(full, l2=L2).conformalize(*part.everything),
+        "SCP-GN": lambda: NormalizedSplitConformalRegressor(half, l2=L2).fit(*part.fit).conformalize(*part.cal),
+        "SCP": lambda: SplitConformalRegressor(half).conformalize(*part.cal),
+        "split + refine": lambda: RefinedSplitConformalRegressor(half, l2=L2).conformalize(*part.cal),
+        "LA": lambda: LaplaceRegressor(full, l2=L2).fit(*part.everything),
     }
     for name, make in makers.items():
-        prediction, intervals = make().predict_interval(X[test_rows], LEVELS)
-        yield name, PredictionIntervals(y_scale.inverse(prediction), y_scale.inverse(intervals))
-
-
-def _trained(X: Array, y: Array, epochs: int, seed: int) -> torch.nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = mlp(X.shape[1])
-    train(model, X, y, l2=L2, epochs=epochs, seed=seed)
-    return model
+        prediction, intervals = make().predict_interval(part.test[0], LEVELS)
+        yield name, PredictionIntervals(part.scale.inverse(prediction), part.scale.inverse(intervals))
 
 
 def _summarise(method: str, level: float, rows: Sequence[Evaluation]) -> Summary:
