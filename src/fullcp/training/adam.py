@@ -17,7 +17,7 @@ class Adam:
     def __init__(self, theta: Tensor):
         self.mean = torch.zeros_like(theta)
         self.square = torch.zeros_like(theta)
-        self.steps = torch.zeros(len(theta), dtype=torch.float64, device=theta.device)  # taken by each network
+        self.steps = torch.zeros(len(theta), dtype=torch.float64)  # taken by each network; on the CPU
         self._room = torch.empty_like(theta)
 
     def coefficients(self, rate: float, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class Adam:
 
     def keep(self, which: Tensor) -> None:
         """Go on with some of the networks."""
-        self.mean, self.square, self.steps = self.mean[which], self.square[which], self.steps[which]
+        self.mean, self.square, self.steps = self.mean[which], self.square[which], self.steps[which.cpu()]
         self._room = torch.empty_like(self.mean)
 
     def state(self) -> dict[str, Tensor]:
@@ -64,4 +64,4 @@ class Adam:
         """Take up what `state` gave."""
         self.mean.copy_(state["mean"])
         self.square.copy_(state["square"])
-        self.steps = state["steps"].clone()
+        self.steps = state["steps"].cpu().clone()
