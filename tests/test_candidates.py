@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fullcp.candidates import accepted, count_tails, hulls, or_the_best, p_values, runs
+from fullcp.candidates import accepted, count_intervals, count_tails, hulls, or_the_best, p_values, runs
 from fullcp.inputs import read_levels
 
 
@@ -17,6 +17,23 @@ def test_tails_and_p_values():
     assert count_tails(train, new, "signed").tolist() == [[2, 4], [4, 0]]
     assert p_values(count_tails(train, new, "absolute"), 4).tolist() == [0.8, 0.2]
     assert p_values(count_tails(train, new, "signed"), 4).tolist() == [1.0, 0.4]
+
+
+def test_counts_of_intervals_are_those_of_comparisons():
+    """Ends of small integers meet candidates and each other; intervals, rays, lines, nothing."""
+    generator = torch.Generator().manual_seed(0)
+    inf = float("inf")
+    ends = torch.tensor([-inf, -2.0, -1.0, 0.0, 1.0, 2.0, inf])
+    left, right = ends[torch.randint(7, (2, 4, 500), generator=generator)]
+    r = torch.randint(-3, 4, (4, 9), generator=generator).float().sort(1).values  # with repeats
+    above, below = left[:, :, None] <= r[:, None], r[:, None] <= right[:, :, None]
+    held = torch.where((left <= right)[:, :, None], above & below, above | below)
+    assert torch.equal(count_intervals(left, right, r), held.sum(1))
+    parts = [
+        count_intervals(left[:, rows].contiguous(), right[:, rows].contiguous(), r)
+        for rows in (slice(7), slice(7, 7), slice(7, 500))
+    ]
+    assert torch.equal(sum(parts), held.sum(1))
 
 
 @pytest.mark.parametrize("residuals", ["absolute", "signed"])
