@@ -10,6 +10,7 @@ import torch
 from fullcp.influence import (
     SCORES,
     absolute_changepoints,
+    direct_changepoints,
     score_lines,
     signed_changepoints,
     signed_changepoints_blocks,
@@ -110,3 +111,21 @@ class TestBlocks:
         blocks = signed_changepoints_blocks(score, e[:, None], s[:, None, None], c[..., None, None], h[:, None, None])
         for found, expected in zip(blocks, signed_changepoints(score, e, s, c, h)):
             torch.testing.assert_close(found[..., 0], expected)
+
+
+@pytest.mark.parametrize("h", [0.5, 1.0, 1.5])
+def test_direct_sets_are_where_the_lines_are_higher(h):
+    """Slopes of either sign and none, residuals of 0: all is exact but ends that are no grid points anyway."""
+    cases = list(product([0.0, 1.0, -1.0, 2.5], [0.0, 0.25, -0.25, 0.5, -0.5, 1.0, -1.0]))
+    e, c = (column(*values) for values in zip(*cases))
+    train, new = e[:, None] - c[:, None] * GRID, (1 - h) * GRID
+    at_least, at_most = direct_changepoints("signed", e, c[None], column(h))
+    (size,) = direct_changepoints("absolute", e, c[None], column(h))
+    for (left, right), expected in (
+        (at_least, train >= new),
+        (at_most, train <= new),
+        (size, train.abs() >= new.abs()),
+    ):
+        left, right = left[0, :, None], right[0, :, None]
+        above, below = left <= GRID, right >= GRID
+        assert torch.equal(torch.where(left <= right, above & below, above | below), expected)

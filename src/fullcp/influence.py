@@ -23,6 +23,12 @@ with the one quantity that knows the score,
 
 so that every changepoint is e_i (1 + h) / (P_i + c_i) or -e_i (1 + h) / (P_i - c_i). Where (1 + h) s_i + c_i^2 <= 0
 (approximate curvature only) the deleted and studentized scores do not exist, and the point counts for every label.
+
+ACP in its direct form leaves the new point out of H: the step is r H^-1 phi, and the residuals become, to first order,
+e_i - c_i r and (1 - h) r. Training point i scores as high as the new one where
+
+    e_i - c_i r  >=  (1 - h) r            (signed)
+    |e_i - c_i r|  >=  |1 - h| |r|        (absolute)
 """
 
 from __future__ import annotations
@@ -61,7 +67,11 @@ def absolute_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor
         union of two rays, (-inf, right] and [left, inf), and left > right says so. Every S_i contains r = 0.
     """
     P, missing = _pivot(score, s, c, h)
-    g = e * (1 + h).unsqueeze(1)  # (m, N)
+    return _absolute_ties(e * (1 + h).unsqueeze(1), c, P, missing)
+
+
+def _absolute_ties(g: Tensor, c: Tensor, P: Tensor, missing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The ends of {r : |g - c r| >= P |r|} for g, c (m, N), and of the whole line where `missing`; g is overwritten."""
     t = torch.where(g < 0, -c, c)
     size = g.abs_()
     whole = (size == 0) & (t.abs() >= P)
@@ -158,3 +168,28 @@ def score_lines(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) -> tuple
         u = u.masked_fill(gap <= 0, float("nan"))
     b = {"standard": 1 / (1 + h), "deleted": torch.ones_like(h), "studentized": (1 + h).rsqrt()}[score]
     return e / u, c / (u * lift), b
+
+
+def direct_changepoints(residuals: str, e: Tensor, c: Tensor, h: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Where ACP's linearised residuals tie: for each of T tails the ends of the set of r in which point i counts.
+
+    Returns
+    -------
+    list of (left, right), Tensor (m, N) each
+        Absolute: [left, right] or two rays, as in `absolute_changepoints`. Signed: where training point i scores at
+        least as high, and where at most, half-lines, all of r or none (left = right = inf).
+    """
+    s = (1 - h).unsqueeze(1)
+    if residuals == "signed":
+        slope = s + c
+        return [_half_line(e, slope), _half_line(-e, -slope)]
+    P = s.abs()
+    return [_absolute_ties(e.expand_as(c).clone(), c, P, P == 0)]
+
+
+def _half_line(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The ends (left, right) of {r : a >= b r}, for a (N,) and b (m, N)."""
+    end = a / b
+    level = torch.where(a >= 0, -INF, INF).to(b.dtype)  # where b = 0, all r or none
+    left = torch.where(b > 0, -INF, torch.where(b < 0, end, level))
+    return left, torch.where(b > 0, end, INF)
