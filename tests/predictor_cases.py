@@ -65,6 +65,21 @@ PREDICTORS = {
         {"curvature": "diagonal", "l2": 30.0},
         lambda cp, X, y: cp.conformalize(X, y),
     ),
+    "grid full, kfac": (
+        fullcp.GridFullConformalRegressor,
+        {"curvature": "kfac"},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
+    "grid full, indirect": (
+        fullcp.GridFullConformalRegressor,
+        {"approach": "indirect"},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
+    "grid full, indirect, dual, signed": (
+        fullcp.GridFullConformalRegressor,
+        {"approach": "indirect", "residuals": "signed", "candidates": 60},
+        lambda cp, X, y: cp.conformalize(X[:25], y[:25]),
+    ),
     "refined split": (fullcp.RefinedSplitConformalRegressor, {"l2": 0.5}, lambda cp, X, y: cp.conformalize(X, y)),
     "normalized split": (fullcp.NormalizedSplitConformalRegressor, {}, fit_both),
     "normalized split, dual, signed": (

@@ -61,7 +61,10 @@ class CandidatePredictor(Predictor):
 
     @abstractmethod
     def _tails(self, batch: Batch, labels: Tensor) -> Tensor:
-        """How residuals compare when test point j has the label labels[j, k], (T, m, K): see `count_tails`."""
+        """How residuals compare when test point j has the label labels[j, k], (T, m, K): see `count_tails`.
+
+        The labels of a test point are in order.
+        """
 
     def _grid_tails(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Tails of the grid, (T, m, K), and the candidates relative to the predictions, (m, K)."""

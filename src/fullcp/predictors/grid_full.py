@@ -1,4 +1,4 @@
-"""ACP: full conformal prediction over a grid of labels, by one influence step in the weights."""
+"""ACP: full conformal prediction over a grid of labels, by influence functions on residuals or on weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.candidates import count_tails, grid_over
+from fullcp.candidates import count_intervals, count_tails, grid_over
 from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, jacobian_for, restore
 from fullcp.features import FeatureRows, Jacobian, Network, PerturbedNetwork
-from fullcp.influence import RESIDUALS
+from fullcp.influence import RESIDUALS, direct_changepoints
 from fullcp.inputs import check_all_finite, check_choice
 from fullcp.memory import rows_within
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch
@@ -21,21 +21,99 @@ from fullcp.tuning import settle, tuning_facts, tuning_from
 _MOST_POINTS = 32  # test points at once: more win nothing and make progress jerky
 
 
+class _Direct:
+    """The residuals to first order in the weights, from cross leverages alone; `values` are the residuals e (N,)."""
+
+    kept = "e"
+
+    def __init__(self, features: FeatureRows, curvature: Curvature, values: Tensor, residuals: str):
+        self.features, self.curvature, self.values, self.residuals = features, curvature, values, residuals
+
+    def tails(self, batch: Batch, labels: Tensor, budget: int) -> Tensor:
+        """Tails (T, m, K) of the labels (m, K), in order along each row."""
+        assert batch.phi is not None
+        query, r = self.curvature.query(batch.phi), labels - batch.f
+        check_all_finite(None, {"leverages": query.leverage})
+        tails = torch.zeros(1 if self.residuals == "absolute" else 2, *r.shape, dtype=torch.long, device=r.device)
+        for rows in self.features.slices():
+            c, h = query.cross(rows)[..., 0, 0].contiguous(), query.leverage[:, 0, 0]
+            ends = direct_changepoints(self.residuals, self.values[rows], c, h)
+            for tail, (left, right) in zip(tails, ends, strict=True):
+                tail += count_intervals(left, right, r)
+        return tails
+
+    def points_at_once(self, candidates: int, budget: int) -> int:
+        """How many test points to take at a time."""
+        N = len(self.values)
+        in_flight = 12 * 8 * min(self.features.chunk, N)  # the arrays of one chunk of training rows
+        per_point = in_flight + 8 * (2 * N + 8 * candidates)
+        return rows_within(budget // 4, per_point, at_most=4096)
+
+
+class _Indirect:
+    """The residuals of the network at its weights for each label; `values` are the targets y (N,)."""
+
+    kept = "y"
+
+    def __init__(self, features: FeatureRows, curvature: Curvature, values: Tensor, residuals: str):
+        self.features, self.curvature, self.values, self.residuals = features, curvature, values, residuals
+        self.perturbed = PerturbedNetwork(features.jacobian, features.x)
+
+    def tails(self, batch: Batch, labels: Tensor, budget: int) -> Tensor:
+        """Tails (T, m, K) of the labels (m, K)."""
+        assert batch.phi is not None
+        m, K = labels.shape
+        phi = batch.phi[:, 0].double()
+        v = self.curvature.solve(phi.T).T.contiguous()  # H^-1 phi, (m, D)
+        check_all_finite(None, {"leverages": (phi * v).sum(1, keepdim=True)})
+        y, r = labels.flatten(), (labels - batch.f).flatten()
+        which = torch.arange(m, device=y.device).repeat_interleave(K)
+        rows = self.perturbed.rows_at_once(budget // 4, len(self.values))
+        size = self.perturbed.sets_at_once(budget // 4, rows)
+        parts = [
+            self._tails_at(self.perturbed.weights(v, which[at], r[at]), batch.x[which[at]], y[at], rows)
+            for at in (slice(start, start + size) for start in range(0, m * K, size))
+        ]
+        return torch.cat(parts, dim=1).view(-1, m, K)
+
+    def points_at_once(self, candidates: int, budget: int) -> int:
+        """How many test points to take at a time."""
+        per_point = 8 * (8 * candidates + 4 * self.features.size)
+        return rows_within(budget // 8, per_point, at_most=_MOST_POINTS)
+
+    def _tails_at(self, weights: dict[str, Tensor], x: Tensor, y: Tensor, size: int) -> Tensor:
+        """Tails (T, P) for P sets of weights, each made for its new row x_p and label y_p."""
+        new = y - self.perturbed.own(weights, x)
+        tails = [
+            count_tails(self.values[rows] - self.perturbed(weights, self.features.x[rows]), new, self.residuals)
+            for rows in (slice(start, start + size) for start in range(0, len(self.values), size))
+        ]
+        return torch.stack(tails).sum(0)
+
+
+_WAYS: dict[str, type[_Direct] | type[_Indirect]] = {"direct": _Direct, "indirect": _Indirect}
+
+
 class GridFullConformalRegressor(CandidatePredictor):
     """Full conformal prediction over a grid of labels, where influence functions stand in for retraining (ACP).
 
-    For a test point x and each candidate label y, the weights after training on (x, y) too are approximated by
+    For a test point x and each candidate label y, training on (x, y) too is taken to move the weights by
 
-        theta(y) = theta_* + (y - f(x)) H^-1 phi(x),   H = sum_i phi_i phi_i^T + diag(l2) over the training rows,
+        (y - f(x)) H^-1 phi(x),   H = sum_i phi_i phi_i^T + diag(l2) over the training rows,
 
-    and all N + 1 residuals are those of the network at theta(y). The scores are plain residuals. It is a baseline for
-    `FullConformalRegressor`, which linearises the network too, and needs no grid. Coverage is not guaranteed. For one
-    output.
+    the classical step of influence functions (Martinez et al., 2023): H does not know the new point. It is a baseline
+    for `FullConformalRegressor`, which needs no grid. Coverage is not guaranteed. For one output.
 
-    The step is the classical one of influence functions (Martinez et al., 2023): H does not know the new point, whose
-    leverage is h = phi^T H^-1 phi. To first order its residual becomes (1 - h)(y - f) where retraining gives
-    (y - f) / (1 + h), so that sets are wide where h comes near to 1. Their "direct approach", which the paper names,
-    goes without theta(y) and linearises the scores; where leverages are small, the sets are the same.
+    What becomes of the N + 1 residuals, with r = y - f(x), leverage h of x and cross leverages c_i, is a choice:
+
+    - "direct", as in the paper: they are linear in the step, e_i - c_i r, and (1 - h) r for x. No network is run
+      again, and all candidates cost little more than one.
+    - "indirect": they are those of the network at the moved weights. Far labels move these far, where the network
+      may do anything: sets can have pieces far out, which make intervals very wide.
+
+    For a network that is linear in its weights the two are the same, for others they are close where steps are short.
+    Retraining a linear network gives r / (1 + h) where these have (1 - h) r: sets are too wide where h comes near to
+    1, may fill the grid there, and mean little beyond.
 
     Parameters
     ----------
@@ -46,6 +124,8 @@ class GridFullConformalRegressor(CandidatePredictor):
     residuals : "absolute" or "signed"
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
+    approach : "direct" or "indirect"
+        Whether residuals are linearised or the network runs at new weights, see above.
     candidates : int or array (K,)
         How many labels to try, evenly spaced over the range of the training targets, or the labels themselves.
         Intervals end at candidates: see `predict_interval`.
@@ -80,6 +160,7 @@ class GridFullConformalRegressor(CandidatePredictor):
         residuals: str = "absolute",
         l2: Any = "marglik",
         *,
+        approach: str = "direct",
         candidates: Any = 200,
         memory: str | int = DEFAULT_MEMORY,
     ):
@@ -87,6 +168,7 @@ class GridFullConformalRegressor(CandidatePredictor):
         self.curvature = curvature
         self.residuals = residuals
         self.l2 = l2
+        self.approach = approach
         self.candidates = candidates
         self.memory = memory
 
@@ -100,6 +182,7 @@ class GridFullConformalRegressor(CandidatePredictor):
         """
         check_choice("curvature", self.curvature, STRUCTURES)
         check_choice("residuals", self.residuals, RESIDUALS)
+        check_choice("approach", self.approach, tuple(_WAYS))
         rows = self._read_data(X, y)
         assert rows.y is not None
         grid = grid_over(self.candidates, rows.y.flatten())
@@ -108,60 +191,44 @@ class GridFullConformalRegressor(CandidatePredictor):
             raise ValueError(f"model has {jacobian.outputs} outputs: candidates form a grid over one label only")
         targets = self._check_targets(jacobian, rows)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
-        l2, tuning = settle(self.l2, features, targets - features.predictions, self.curvature)
-        curvature = fit_curvature(features, self.curvature, l2, cross=False)
-        self._assemble(features, curvature, targets[:, 0], grid, self.residuals)
+        e = targets - features.predictions
+        l2, tuning = settle(self.l2, features, e, self.curvature)
+        direct = self.approach == "direct"
+        curvature = fit_curvature(features, self.curvature, l2, cross=direct)
+        self._assemble(features, curvature, (e if direct else targets)[:, 0], grid, self.approach, self.residuals)
         self.tuning_ = tuning
         self._keep(jacobian, len(rows.x), rows.columns)
         return self
 
-    def _assemble(self, features: FeatureRows, curvature: Curvature, y: Tensor, grid: Tensor, residuals: str) -> None:
-        self._perturbed = PerturbedNetwork(features.jacobian, features.x)
+    def _assemble(
+        self,
+        features: FeatureRows,
+        curvature: Curvature,
+        values: Tensor,
+        grid: Tensor,
+        approach: str,
+        residuals: str,
+    ) -> None:
+        self._way = _WAYS[approach](features, curvature, values, residuals)
         self.curvature_, self.grid_ = curvature, grid
-        self._features, self._y, self._residuals = features, y, residuals
+        self._features, self._approach, self._residuals = features, approach, residuals
 
     def _tails(self, batch: Batch, labels: Tensor) -> Tensor:
-        assert batch.phi is not None
-        m, K = labels.shape
-        phi = batch.phi[:, 0].double()
-        v = self.curvature_.solve(phi.T).T.contiguous()  # H^-1 phi, (m, D)
-        check_all_finite(None, {"leverages": (phi * v).sum(1, keepdim=True)})
-        y, r = labels.flatten(), (labels - batch.f).flatten()
-        which = torch.arange(m, device=y.device).repeat_interleave(K)
-        size = self._perturbed.sets_at_once(self._budget() // 4, self._rows_at_once())
-        parts = [
-            self._tails_at(self._perturbed.weights(v, which[at], r[at]), batch.x[which[at]], y[at])
-            for at in (slice(start, start + size) for start in range(0, m * K, size))
-        ]
-        return torch.cat(parts, dim=1).view(-1, m, K)
-
-    def _tails_at(self, weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """Tails (T, P) for P sets of weights, each made for its new row x_p and label y_p."""
-        new = y - self._perturbed.own(weights, x)
-        size, N = self._rows_at_once(), len(self._y)
-        chunks = [slice(start, start + size) for start in range(0, N, size)]
-        tails = [
-            count_tails(self._y[rows] - self._perturbed(weights, self._features.x[rows]), new, self._residuals)
-            for rows in chunks
-        ]
-        return torch.stack(tails).sum(0)
-
-    def _rows_at_once(self) -> int:
-        return self._perturbed.rows_at_once(self._budget() // 4, len(self._y))
+        return self._way.tails(batch, labels, self._budget())
 
     def _points_at_once(self) -> int:
-        K, D = len(self.grid_), self.network_.size  # type: ignore[attr-defined]
-        points = rows_within(self._budget() // 8, 8 * (8 * K + 4 * D), at_most=_MOST_POINTS)
-        return min(points, super()._points_at_once())
+        return min(self._way.points_at_once(len(self.grid_), self._budget()), super()._points_at_once())
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        state = {"x": self._features.x, "y": self._y, "grid": self.grid_, **self.curvature_.state()}
-        return state, {"residuals": self._residuals, "tuning": tuning_facts(self.tuning_)}
+        state = {"x": self._features.x, "grid": self.grid_, self._way.kept: self._way.values, **self.curvature_.state()}
+        facts = {"approach": self._approach, "residuals": self._residuals, "tuning": tuning_facts(self.tuning_)}
+        return state, facts
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         jacobian = Jacobian(self.model, facts=network)
         features = FeatureRows(jacobian, state["x"], memory=self._budget())
         curvature = restore(features, state)
-        self._assemble(features, curvature, state["y"], state["grid"], facts["residuals"])
+        approach = facts["approach"]
+        self._assemble(features, curvature, state[_WAYS[approach].kept], state["grid"], approach, facts["residuals"])
         self.tuning_ = tuning_from(facts["tuning"])
         return jacobian
