@@ -23,8 +23,9 @@ from fullcp.training.shuffling import Step, permutations, plan
 from fullcp.training.stack import Stack
 from fullcp.training.watch import Watch
 
-# On a GPU, asking whether a loss is finite waits for all that was queued; on a CPU it costs nothing.
-_GPU_CHECK = 20
+# Epochs between two looks at the losses. On a GPU a look waits for all that was queued, and on a CPU it takes as long as
+# a step of a small network; a network that diverged harms nobody until then.
+_CHECK = 20
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Run:
         self._best_epoch = torch.zeros(total, dtype=torch.int64)
         self._waited = torch.zeros(total, dtype=torch.int64)
         self._penalty = self._precision = l2.new_empty(0)
-        self._window: list[Tensor] = []  # step losses (S, B) of the epochs not yet looked at
+        self._window: list[Tensor] = []  # losses of the steps, and the penalty, (S + 1, B), of epochs not yet looked at
         self._arrange()
 
     @property
@@ -139,7 +140,7 @@ class Run:
         self._window.append(self._step_losses.clone())
         self.epoch += 1
         due = self.watch is not None and self.watch.due(self.epoch)
-        if due or self.finished or self.stack.theta.device.type == "cpu" or len(self._window) >= _GPU_CHECK:
+        if due or self.finished or len(self._window) >= _CHECK:
             self._look_back()
         if due and len(self.alive):
             self._look()
@@ -160,7 +161,7 @@ class Run:
         self._order = pool.rows.clone()
         self._sizes = torch.empty(S, B, 1, dtype=dtype, device=device)
         self._roots = torch.empty(S, B, 1, dtype=dtype, device=device)
-        self._step_losses = torch.zeros(S, B, dtype=dtype, device=device)
+        self._step_losses = torch.zeros(S + 1, B, dtype=dtype, device=device)  # and the penalty after the last step
         self._shares = [self._shares_of(step) for step in self.steps]
         self._counts = [None if step.sizes is None else step.sizes for step in self.steps]
         self._masks = [None if bool(active.all()) else active.to(device, dtype).unsqueeze(1) for active in taking_part]
@@ -205,6 +206,7 @@ class Run:
             self.stack.gradients(x, loss_gradient, self._counts[k])
             self.stack.grad.addcmul_(self._penalty, self.stack.theta)
             self.adam.update(self.stack.theta, self.stack.grad, self._sizes[k], self._roots[k], self._masks[k])
+        torch.sum(self._penalty * self.stack.theta.square(), 1, out=self._step_losses[-1])
 
     def _gather(self, step: Step) -> tuple[Tensor, Tensor]:
         """Bring the rows of a step together: x (B, n, ...) and y (B, n, K)."""
@@ -222,15 +224,14 @@ class Run:
 
     def _look_back(self) -> None:
         """Record the losses of the last epochs, and take out networks that diverged."""
-        losses = torch.stack(self._window).double().cpu()  # (W, S, B)
+        parts = torch.stack(self._window).double().cpu()
+        losses, penalty = parts[:, :-1], parts[:, -1] / 2  # (W, S, B), (W, B)
         self._window.clear()
         first = self.epoch - len(losses)
-        theta = self.stack.theta
-        penalty = (self._penalty * theta.square()).sum(1).double().cpu() / 2
         share = torch.stack([_share(step, len(self.stack)) for step in self.steps]) / self.pool.counts.cpu()
         self.losses[first : self.epoch, self.alive] = (losses * share).sum(1) + penalty
         bad = ~torch.isfinite(losses)
-        lost = bad.any(0).any(0) | ~torch.isfinite(theta).all(1).cpu()
+        lost = bad.any(0).any(0) | ~torch.isfinite(self.stack.theta).all(1).cpu()
         if not lost.any():
             return
         for b in lost.nonzero()[:, 0].tolist():
