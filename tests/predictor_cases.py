@@ -99,6 +99,12 @@ PREDICTORS = {
         lambda cp, X, y: cp.fit(X[:6], y[:6]).conformalize(X[6:], y[6:]),
     ),
     "laplace, diagonal": (fullcp.LaplaceRegressor, {"curvature": "diagonal"}, lambda cp, X, y: cp.fit(X, y)),
+    "residual fit": (fullcp.ResidualConformalRegressor, {"epochs": 8}, fit_both),
+    "residual fit, signed": (
+        fullcp.ResidualConformalRegressor,
+        {"residuals": "signed", "beta": 0.1, "epochs": 4, "learning_rate": (0.05, 0.05)},
+        fit_both,
+    ),
     "split": (fullcp.SplitConformalRegressor, {}, lambda cp, X, y: cp.conformalize(X, y)),
     "split, signed": (fullcp.SplitConformalRegressor, {"residuals": "signed"}, lambda cp, X, y: cp.conformalize(X, y)),
     "laplace": (fullcp.LaplaceRegressor, {"noise": 0.8}, lambda cp, X, y: cp.fit(X, y)),

@@ -45,12 +45,14 @@ def predictor(kind, model, X, y, residuals):
         return fullcp.RefinedSplitConformalRegressor(model, l2=0.3, residuals=residuals)
     if kind == "normalized split":
         return fullcp.NormalizedSplitConformalRegressor(model, l2=0.3, residuals=residuals).fit(X, y)
+    if kind == "residual fit":
+        return fullcp.ResidualConformalRegressor(model, beta=0.1, residuals=residuals, epochs=100).fit(X, y)
     return fullcp.SplitConformalRegressor(model, residuals=residuals)
 
 
 @pytest.mark.parametrize("residuals", ["absolute", "signed"])
 @pytest.mark.parametrize("steps", [0, 400])
-@pytest.mark.parametrize("kind", ["refined split", "normalized split", "split"])
+@pytest.mark.parametrize("kind", ["refined split", "normalized split", "residual fit", "split"])
 def test_coverage_of_single_points_is_exactly_binomial(kind, steps, residuals):
     """One test point a data set: with continuous targets each is covered with probability k / (N + 1), no more."""
     cp = predictor(kind, *trained(steps), residuals)

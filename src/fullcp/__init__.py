@@ -19,6 +19,7 @@ from fullcp.predictors import (
     NotFittedError,
     PredictionIntervals,
     RefinedSplitConformalRegressor,
+    ResidualConformalRegressor,
     RetrainedFullConformalRegressor,
     SplitConformalRegressor,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "PredictionIntervals",
     "RefinedSplitConformalRegressor",
     "RefinementWarning",
+    "ResidualConformalRegressor",
     "RetrainedFullConformalRegressor",
     "SplitConformalRegressor",
     "__version__",

@@ -7,6 +7,7 @@ from fullcp.predictors.grid_full import GridFullConformalRegressor
 from fullcp.predictors.laplace import LaplaceRegressor
 from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
 from fullcp.predictors.refined_split import RefinedSplitConformalRegressor
+from fullcp.predictors.residual_fit import ResidualConformalRegressor
 from fullcp.predictors.result import PredictionIntervals
 from fullcp.predictors.retrained_full import RetrainedFullConformalRegressor
 from fullcp.predictors.split import SplitConformalRegressor
@@ -25,6 +26,7 @@ __all__ = [
     "PredictionIntervals",
     "Predictor",
     "RefinedSplitConformalRegressor",
+    "ResidualConformalRegressor",
     "RetrainedFullConformalRegressor",
     "SplitConformalRegressor",
 ]

@@ -21,6 +21,7 @@ from typing_extensions import Self
 from fullcp.features import Network
 from fullcp.files import read_file, write_file
 from fullcp.inputs import (
+    ModelTraits,
     Rows,
     check_all_finite,
     check_choice,
@@ -35,7 +36,7 @@ from fullcp.inputs import (
     read_single_level,
 )
 from fullcp.memory import DEFAULT_MEMORY, parse_memory
-from fullcp.predictors.fingerprint import Fingerprint
+from fullcp.predictors.fingerprint import Fingerprint, alike
 from fullcp.predictors.result import PredictionIntervals
 from fullcp.progress import track
 from fullcp.regions import Interval, bonferroni
@@ -53,11 +54,15 @@ class InfiniteIntervalWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Batch:
-    """Some test points x (m, ...): predictions f (m, O) in float64 and, for methods that need them, phi (m, O, D)."""
+    """Some test points x (m, ...): predictions f (m, O) in float64 and, for methods that need them, phi (m, O, D).
+
+    `output` is what the network said, (m, K) in float64, before the method made predictions of it.
+    """
 
     x: Tensor
     f: Tensor
     phi: Tensor | None
+    output: Tensor
 
 
 class Predictor(ABC):
@@ -92,7 +97,7 @@ class Predictor(ABC):
         return self
 
     def __repr__(self) -> str:
-        shown = {"model": type(self.model).__name__}
+        shown = {"model": "None" if self.model is None else type(self.model).__name__}
         shown |= {name: _brief(value) for name, value in self.get_params().items() if name != "model"}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
@@ -171,7 +176,7 @@ class Predictor(ABC):
             None gives each output its own p-value, (n,) or (n, O); "bonferroni" one a row for all outputs, (n,).
         """
         rows = self._read_inputs(X)
-        outputs = self.network_.outputs
+        outputs = self._outputs()
         labels = read_label(y, len(rows.x), outputs, rows.x.device)
         self._check_joint(joint)
         parts = [self._p_values(batch, labels[where]) for where, batch in self._batches(rows.x)]
@@ -213,23 +218,34 @@ class Predictor(ABC):
     @classmethod
     def load(cls, path: str | Path, model: nn.Module) -> Self:
         """Read what `save` wrote; `model` must be the network it was made with, on any device."""
-        traits = model_traits(model, trainable=False)
-        header, state = read_file(path, traits.device)
+        return cls._load(path, {"model": model})
+
+    @classmethod
+    def _load(cls, path: str | Path, modules: dict[str, nn.Module | None]) -> Self:
+        """Read a file; `modules` are the arguments of the constructor that no file holds, the model among them."""
+        model = modules["model"]
+        device = torch.device("cpu") if model is None else model_traits(model, trainable=False).device
+        header, state = read_file(path, device)
         if header["class"] != cls.__name__:
             raise ValueError(f"path holds a {header['class']}, not a {cls.__name__}: {path}")
-        fingerprint = Fingerprint(model)
-        if fingerprint.digest() != header["model"]:
-            raise ValueError("model is not the one that was saved: its weights or buffers differ")
-        params = header["params"]
+        params = {**header["params"], **modules}
         for key in [key for key in state if key.startswith("param.")]:
             params[key.removeprefix("param.")] = state.pop(key)
-        loaded = cls(model, **params)  # type: ignore[call-arg]
+        loaded = cls(**params)
+        fingerprint = loaded._recognise(header["model"])
         echo = state.pop("echo", None)
         network = loaded._restore(header["network"], state, header["facts"])
-        if echo is not None and not _alike(network.echo(), echo):
+        if echo is not None and not alike(network.echo(), echo):
             raise ValueError("model is not the one that was saved: it has the same weights but other outputs")
         loaded._keep(network, header["rows"], header["columns"], fingerprint)
         return loaded
+
+    def _recognise(self, digest: str) -> Fingerprint | None:
+        """The fingerprint of the model, which must be the one that was saved."""
+        fingerprint = Fingerprint(self.model)
+        if fingerprint.digest() != digest:
+            raise ValueError("model is not the one that was saved: its weights or buffers differ")
+        return fingerprint
 
     # What a method must say
 
@@ -265,6 +281,14 @@ class Predictor(ABC):
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         """Take up what `_state` gave; `network` are the facts about the network, which is returned."""
 
+    def _predicting(self) -> nn.Module:
+        """The module whose outputs predictions come from."""
+        return self.model
+
+    def _outputs(self) -> int:
+        """How many numbers a label has."""
+        return self.network_.outputs
+
     def _needs_gradients(self) -> bool:
         return True
 
@@ -289,17 +313,18 @@ class Predictor(ABC):
     def _budget(self) -> int:
         return parse_memory(self.memory)
 
-    def _read_data(self, X: object, y: object, *, least: int = 2) -> Rows:
+    def _read_data(self, X: object, y: object, *, least: int = 2, traits: ModelTraits | None = None) -> Rows:
         """Check the data of a fit and copy them; a single row carries no spread."""
         self._budget()
-        rows = read_rows(X, y, model_traits(self.model, trainable=self._trainable), copy=True)
+        traits = traits or model_traits(self._predicting(), trainable=self._trainable)
+        rows = read_rows(X, y, traits, copy=True)
         if len(rows.x) < least:
             raise ValueError(f"X has {len(rows.x)} row, at least {least} are needed")
         return rows
 
     def _read_inputs(self, X: object) -> Rows:
         self._check_fitted()
-        rows = read_inputs(X, model_traits(self.model, trainable=False))
+        rows = read_inputs(X, model_traits(self._predicting(), trainable=False))
         check_row_shape(rows.x, self.network_.row_shape)
         check_columns(rows.columns, self._columns)
         return rows
@@ -313,8 +338,10 @@ class Predictor(ABC):
         self, network: Network, rows: int, columns: list[str] | None, fingerprint: Fingerprint | None = None
     ) -> None:
         """Remember what predictions rest on; called last, so that a failed fit leaves no half of one."""
-        settings = {name: kept_setting(value) for name, value in self.get_params().items() if name != "model"}
-        fingerprint = fingerprint or Fingerprint(self.model)
+        params = self.get_params()
+        without = {name for name, value in params.items() if name == "model" or isinstance(value, nn.Module)}
+        settings = {name: kept_setting(value) for name, value in params.items() if name not in without}
+        fingerprint = fingerprint or Fingerprint(self._predicting())
         self._settings = {**settings, **self._earlier_settings()}
         self._fingerprint = fingerprint
         self._columns = columns
@@ -331,7 +358,7 @@ class Predictor(ABC):
     def _check_fitted(self) -> None:
         if not self._is_fitted():
             raise NotFittedError(f"{type(self).__name__}: call {self._first_step}(X, y) first")
-        if not self._fingerprint.matches(self.model):
+        if not self._fingerprint.matches(self._predicting()):
             raise NotFittedError(
                 f"{type(self).__name__}: the model has changed since {self._first_step}; call it again on the new model"
             )
@@ -342,7 +369,7 @@ class Predictor(ABC):
         short = [(level, rows) for level, rows in zip(asked, needed, strict=True) if self.n_rows_ < rows]
         if short:
             level, rows = max(short)
-            joint = f" (with {self.network_.outputs} outputs at once)" if asked != levels else ""
+            joint = f" (with {self._outputs()} outputs at once)" if asked != levels else ""
             warnings.warn(
                 f"confidence_level {float(level):.6g}{joint} needs at least {rows} rows to conformalize on, there are "
                 f"{self.n_rows_}: its intervals are infinite",
@@ -356,7 +383,7 @@ class Predictor(ABC):
 
     def _joint_levels(self, levels: list[Fraction], joint: str | None) -> list[Fraction]:
         self._check_joint(joint)
-        return [bonferroni(level, self.network_.outputs) for level in levels] if joint else levels
+        return [bonferroni(level, self._outputs()) for level in levels] if joint else levels
 
     def _batches(self, x: Tensor, *, gradients: bool | None = None) -> Iterator[tuple[slice, Batch]]:
         """The test points in batches, with their gradients where the method (or the caller) asks for them."""
@@ -371,7 +398,8 @@ class Predictor(ABC):
             else:
                 f = self.network_.predict(x[where])
             check_all_finite(start, {"outputs": f, "gradients": phi})
-            yield where, Batch(x[where], self._center(f.double(), phi), phi)
+            f = f.double()
+            yield where, Batch(x[where], self._center(f, phi), phi, f)
 
 
 def kept_setting(value: Any) -> Any:
@@ -389,13 +417,6 @@ def _brief(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         size = len(value)
     return repr(value) if not isinstance(size, int) or size <= 8 else f"<{size} values>"
-
-
-def _alike(found: Tensor | None, expected: Tensor) -> bool:
-    """Whether two echoes are of one network: other devices and versions round otherwise, no more."""
-    if found is None or found.shape != expected.shape:
-        return False
-    return bool((found - expected).abs().amax() <= 1e-2 * (expected.abs().amax() + 1e-12))
 
 
 __all__ = [

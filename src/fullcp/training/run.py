@@ -23,7 +23,7 @@ from fullcp.training.shuffling import Step, permutations, plan
 from fullcp.training.stack import Stack
 from fullcp.training.watch import Watch
 
-# Epochs between two looks at the losses. On a GPU a look waits for all that was queued, and on a CPU it takes as long as
+# Epochs between two looks at the losses. On a GPU a look waits for all that was queued, on a CPU it takes as long as
 # a step of a small network; a network that diverged harms nobody until then.
 _CHECK = 20
 
