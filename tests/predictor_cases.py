@@ -105,16 +105,30 @@ PREDICTORS = {
         {"residuals": "signed", "beta": 0.1, "epochs": 4, "learning_rate": (0.05, 0.05)},
         fit_both,
     ),
+    "quantile": (fullcp.ConformalizedQuantileRegressor, {"confidence_level": [0.9, 0.5, 0.8], "epochs": 8}, fit_both),
     "split": (fullcp.SplitConformalRegressor, {}, lambda cp, X, y: cp.conformalize(X, y)),
     "split, signed": (fullcp.SplitConformalRegressor, {"residuals": "signed"}, lambda cp, X, y: cp.conformalize(X, y)),
     "laplace": (fullcp.LaplaceRegressor, {"noise": 0.8}, lambda cp, X, y: cp.fit(X, y)),
 }
 # Methods that try labels one by one take one output, and their sets end at candidates.
 ON_A_GRID = {name for name, (kind, _, _) in PREDICTORS.items() if issubclass(kind, CandidatePredictor)}
+# Quantile regression takes one output, too, and trains a network of its own with two outputs a level.
+QUANTILES = {name for name, (kind, _, _) in PREDICTORS.items() if kind is fullcp.ConformalizedQuantileRegressor}
+ONE_OUTPUT = ON_A_GRID | QUANTILES
 LEVELS = [0.5, 0.9, 0.8]
+
+
+def network_for(name, outputs=1, seed=0, dtype=torch.float32):
+    """The network that a predictor is given."""
+    return network(2 * len(LEVELS) if name in QUANTILES else outputs, seed, dtype)
+
+
+def predicting(cp):
+    """The network that predictions come from."""
+    return getattr(cp, "quantile_model_", cp.model)
 
 
 def build(name, outputs=1, dtype=torch.float32, fit=True, **changes):
     kind, arguments, give = PREDICTORS[name]
-    cp = kind(network(outputs, dtype=dtype), **{**arguments, **changes})
+    cp = kind(network_for(name, outputs, dtype=dtype), **{**arguments, **changes})
     return give(cp, *data(outputs, dtype=dtype)) if fit else cp

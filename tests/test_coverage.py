@@ -88,3 +88,24 @@ def test_mean_coverage_of_split_and_refine_lies_in_its_band(steps):
     for level, mean in zip(LEVELS, covered.mean(0)):
         low, high = coverage_band(ROWS, points, level, (0.001, 0.999), repeats)
         assert low <= mean <= high
+
+
+@pytest.mark.parametrize("epochs", [1, 400])
+def test_coverage_of_quantile_regression(epochs):
+    """Each level alone covers with probability k / (N + 1); levels made to nest with no less."""
+    _, X, y = trained(0)
+    repeats = 400
+    alone = [fullcp.ConformalizedQuantileRegressor(confidence_level=level, epochs=epochs).fit(X, y) for level in LEVELS]
+    together = fullcp.ConformalizedQuantileRegressor(confidence_level=LEVELS, epochs=epochs).fit(X, y)
+    covered = np.zeros((2, len(LEVELS)), int)
+    generator = torch.Generator().manual_seed(13)
+    for _ in range(repeats):
+        X, y = sample(ROWS + 1, generator)
+        p = together.conformalize(X[1:], y[1:]).p_value(X[:1], y[:1])
+        for j, (level, cp) in enumerate(zip(LEVELS, alone)):
+            low, high = cp.conformalize(X[1:], y[1:]).predict_interval(X[:1], level).intervals[0, :, 0]
+            covered[:, j] += [int(low <= y[0] <= high), int(p > 1 - level + 1e-12)]
+    for (single, nested), level in zip(covered.T, read_levels(LEVELS)):
+        expected = absolute_rank(level, ROWS) / (ROWS + 1)
+        assert binom.ppf(0.0005, repeats, expected) <= single <= binom.ppf(0.9995, repeats, expected)
+        assert binom.ppf(0.0005, repeats, expected) <= nested

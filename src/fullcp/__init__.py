@@ -9,6 +9,7 @@ from fullcp import evaluation, training, tuning
 from fullcp.curvature import NotPositiveDefiniteError, RefinementWarning
 from fullcp.predictors import (
     CandidateGridWarning,
+    ConformalizedQuantileRegressor,
     FarFromMinimumWarning,
     FullConformalRegressor,
     GridFullConformalRegressor,
@@ -27,6 +28,7 @@ from fullcp.version import __version__
 
 __all__ = [
     "CandidateGridWarning",
+    "ConformalizedQuantileRegressor",
     "FarFromMinimumWarning",
     "FullConformalRegressor",
     "GridFullConformalRegressor",

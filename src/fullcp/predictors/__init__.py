@@ -6,6 +6,7 @@ from fullcp.predictors.full import FarFromMinimumWarning, FullConformalRegressor
 from fullcp.predictors.grid_full import GridFullConformalRegressor
 from fullcp.predictors.laplace import LaplaceRegressor
 from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
+from fullcp.predictors.quantile import ConformalizedQuantileRegressor
 from fullcp.predictors.refined_split import RefinedSplitConformalRegressor
 from fullcp.predictors.residual_fit import ResidualConformalRegressor
 from fullcp.predictors.result import PredictionIntervals
@@ -15,6 +16,7 @@ from fullcp.predictors.split import SplitConformalRegressor
 __all__ = [
     "CandidateGridWarning",
     "CandidatePredictor",
+    "ConformalizedQuantileRegressor",
     "FarFromMinimumWarning",
     "FullConformalRegressor",
     "GridFullConformalRegressor",

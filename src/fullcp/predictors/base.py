@@ -97,8 +97,7 @@ class Predictor(ABC):
         return self
 
     def __repr__(self) -> str:
-        shown = {"model": "None" if self.model is None else type(self.model).__name__}
-        shown |= {name: _brief(value) for name, value in self.get_params().items() if name != "model"}
+        shown = {name: _brief(value) for name, value in self.get_params().items()}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     # Predictions
@@ -412,7 +411,9 @@ def kept_setting(value: Any) -> Any:
 
 
 def _brief(value: Any) -> str:
-    """A short repr: an array by its length."""
+    """A short repr: an array by its length, a module by its kind."""
+    if isinstance(value, nn.Module):
+        return type(value).__name__
     size = getattr(value, "numel", lambda: getattr(value, "size", 1))()
     if isinstance(value, (list, tuple)):
         size = len(value)
