@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from fullcp.features.preserve import BORROWING
+
 
 def mlp(
     inputs: int,
@@ -44,7 +46,8 @@ def replicate(make: Callable[[], nn.Module], seeds: Sequence[int]) -> list[nn.Mo
     """
     models = []
     for seed in seeds:
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        # The generator belongs to all threads; who borrows a network puts it back to what it was, and so waits too.
+        with BORROWING, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             models.append(make())
     return models
