@@ -66,6 +66,10 @@ class FeatureRows:
         """A few rows of x, spread over all."""
         return self.x[:: max(1, self.count // most)][:most]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles and copies: without gradients, which may be large and can be had again."""
+        return {**vars(self), "_held": None, "_gram": None, "kept": {}}
+
     def slices(self) -> list[slice]:
         """The chunks of rows, in order."""
         return [slice(start, min(start + self.chunk, self.count)) for start in range(0, self.count, self.chunk)]
