@@ -23,7 +23,7 @@ ROOMS = [
     ["predictors"],
     ["evaluation"],
     ["data"],
-    ["plots", "report"],
+    ["plots", "report", "sklearn"],
     ["experiments"],
     ["commands"],
     ["cli"],

@@ -5,6 +5,8 @@
 True
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fullcp import evaluation, training, tuning
 from fullcp.curvature import NotPositiveDefiniteError, RefinementWarning
 from fullcp.predictors import (
@@ -49,3 +51,15 @@ __all__ = [
     "training",
     "tuning",
 ]
+
+if TYPE_CHECKING:
+    from fullcp import sklearn as sklearn
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import `fullcp.sklearn` at its first use: scikit-learn takes time to load, and not everybody has it."""
+        if name == "sklearn":
+            from importlib import import_module
+
+            return import_module("fullcp.sklearn")
+        raise AttributeError(f"module 'fullcp' has no attribute {name!r}")
