@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 import fullcp
-from fullcp.training import mlp, train
+from fullcp.training import mlp, replicate, train
 from reference import ridge
 
 rng = np.random.default_rng(0)
@@ -122,3 +124,18 @@ def test_bad_input(changes, error, words):
 def test_divergence_names_epoch_and_rate():
     with pytest.raises(ValueError, match=r"training diverged: .* in epoch \d+, step \d+ \(learning rate .*"):
         train(mlp(4), 1e30 * X, y, epochs=50, learning_rate=(1e9, 1e9))
+
+
+def test_initial_weights_are_those_of_their_seed_on_several_threads():
+    def weight(seed):
+        return replicate(lambda: mlp(50, (200,)), [seed])[0][0].weight[0, 0].item()
+
+    state, interval = torch.get_rng_state(), sys.getswitchinterval()
+    expected = [weight(seed) for seed in range(200)]
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(weight, range(200))) == expected
+    finally:
+        sys.setswitchinterval(interval)
+    assert torch.equal(torch.get_rng_state(), state)
