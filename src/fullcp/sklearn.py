@@ -25,6 +25,8 @@ try:
 except ImportError as error:
     raise ImportError('fullcp.sklearn needs scikit-learn 1.6 or later: pip install "fullcp[sklearn]"') from error
 
+Array = NDArray[np.float64]
+
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "gelu": nn.GELU,
     "relu": nn.ReLU,
@@ -87,8 +89,7 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         The objective a row, one value an epoch.
     n_iter_ : epochs trained.
     n_features_in_ : int
-    feature_names_in_ : array of str
-        Names of the columns, where X was a frame with such names.
+    feature_names_in_ : names of the columns, where X was a frame with such names
 
     Examples
     --------
@@ -159,7 +160,7 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         self._take_notes(training)
         return self
 
-    def predict(self, X: Any) -> NDArray[np.float64]:
+    def predict(self, X: Any) -> Array:
         """Point predictions, (n,) or (n, O)."""
         X = self._standardised(X)
         return self.y_scaler_.inverse(self.predictor_.predict(X))
@@ -172,8 +173,7 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         Parameters
         ----------
         X : array or frame (n, features)
-        confidence_level : float or sequence of L floats in (0, 1)
-            None is the estimator's own.
+        confidence_level : float or sequence of L floats in (0, 1), or None for the estimator's own
         joint : None or "bonferroni"
             With several targets, "bonferroni" makes the intervals of a row hold together at the level.
 
@@ -193,18 +193,17 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         Parameters
         ----------
         X, joint : as in `predict_interval`
-        confidence_level : float
-            None is the estimator's own.
+        confidence_level : float, or None for the estimator's own
         """
         X = self._standardised(X)
         sets = self.predictor_.predict_set(X, self._level(confidence_level), joint=joint)
-        mean, scale = self.y_scaler_.mean, self.y_scaler_.scale
-        if mean.ndim == 0:
-            return [_scaled(pieces, float(mean), float(scale)) for pieces in sets]
-        columns = list(zip(mean.tolist(), scale.tolist(), strict=True))
+        mean, scale = self.y_scaler_.mean.tolist(), self.y_scaler_.scale.tolist()
+        if isinstance(mean, float):
+            return [_scaled(pieces, mean, scale) for pieces in sets]
+        columns = list(zip(mean, scale, strict=True))
         return [[_scaled(pieces, *column) for pieces, column in zip(row, columns, strict=True)] for row in sets]
 
-    def p_value(self, X: Any, y: Any, *, joint: str | None = None) -> NDArray[np.float64]:
+    def p_value(self, X: Any, y: Any, *, joint: str | None = None) -> Array:
         """The p-value of each label: it lies in the set of level 1 - alpha where the p-value exceeds alpha.
 
         Parameters
@@ -240,36 +239,20 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         parse_memory(self.memory)
         return _read_sizes(self.hidden_layer_sizes), _read_device(self.device)
 
-    def _train(self, model: nn.Module, X: NDArray[np.float64], y: NDArray[np.float64], seed: int) -> Training:
-        training = train(
-            model,
-            X,
-            y,
-            l2=self.l2,
-            epochs=self.max_iter,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            seed=seed,
-            tuning=_schedule(self.max_iter),
-        )
-        model.double()  # so that a prediction does not depend on the rows beside it, not even in the eighth digit
+    def _train(self, model: nn.Module, X: Array, y: Array, seed: int) -> Training:
+        recipe: dict[str, Any] = {"batch_size": self.batch_size, "learning_rate": self.learning_rate}
+        recipe |= {"epochs": self.max_iter, "tuning": _schedule(self.max_iter)}
+        training = train(model, X, y, l2=self.l2, seed=seed, **recipe)
+        # Float32 sums depend on how many rows there are: 2e-6 between a row alone and among others, here 5e-15.
+        model.double()
         return training
 
-    def _conformalize(
-        self, model: nn.Module, training: Training, X: NDArray[np.float64], y: NDArray[np.float64]
-    ) -> FullConformalRegressor:
-        predictor = FullConformalRegressor(
-            model,
-            score=self.conformity_score,
-            residuals=self.residuals,
-            l2=training.l2,
-            refine=bool(self.refine),
-            memory=self.memory,
-        )
+    def _conformalize(self, model: nn.Module, training: Training, X: Array, y: Array) -> FullConformalRegressor:
+        settings: dict[str, Any] = {"score": self.conformity_score, "residuals": self.residuals, "memory": self.memory}
+        predictor = FullConformalRegressor(model, l2=training.l2, refine=bool(self.refine), **settings)
         return predictor.conformalize(X, y)
 
     def _take_notes(self, training: Training) -> None:
-        """Keep what is known about the training."""
         tuned = training.log_marginal_likelihood is not None
         noise = training.noise * self.y_scaler_.scale
         self.l2_ = training.l2
@@ -280,7 +263,7 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
 
     # Predictions
 
-    def _standardised(self, X: Any) -> NDArray[np.float64]:
+    def _standardised(self, X: Any) -> Array:
         check_is_fitted(self, "predictor_")
         return self.x_scaler_.transform(validate_data(self, X, dtype=np.float64, reset=False))
 
