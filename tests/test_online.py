@@ -52,7 +52,7 @@ def plainly(model, X, y, *, epochs, rates, schedule):
         optimizer.zero_grad()
         d, v = hyper.detach()[:-1].exp()[expand], (2 * hyper.detach()[-1]).exp()
         theta = torch.cat([p.reshape(-1) for p in parameters])
-        (((y - model(X)[:, 0]).square().sum() / (2 * v) + (d * theta.square()).sum() / 2) / len(y)).backward()
+        (((y - model(X)[:, 0]).square().sum() + (v * d * theta.square()).sum()) / (2 * len(y))).backward()
         optimizer.step()
         decay.step()
         if epoch not in looks:

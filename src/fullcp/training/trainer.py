@@ -91,7 +91,8 @@ def train(
     y : (N,) or (N, O); left out with a DataLoader
     l2 : float, array of one value per parameter tensor or per parameter, or "marglik"
     noise : float
-        Standard deviation of the noise. It scales the whole objective and leaves its minimum where it is.
+        Standard deviation of the noise. It scales the whole objective and leaves its minimum where it is. Where l2 is
+        tuned, so is the noise; the scale stays.
     epochs, batch_size : int
         The last, smaller batch of an epoch is used too; a single row joins the batch before.
     learning_rate : (first, last)
