@@ -62,7 +62,7 @@ PREDICTORS = {
     ),
     "full, diagonal, studentized": (
         fullcp.FullConformalRegressor,
-        {"curvature": "diagonal", "l2": 30.0},
+        {"curvature": "diagonal", "score": "studentized", "l2": 30.0},
         lambda cp, X, y: cp.conformalize(X, y),
     ),
     "grid full, kfac": (

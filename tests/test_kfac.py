@@ -320,4 +320,4 @@ def test_missing_scores_are_told():
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     X, y = torch.randn(40, 3), torch.randn(40)
     with pytest.warns(fullcp.MissingScoreWarning, match=r"% of the training rows .* curvature='diagonal'"):
-        fullcp.FullConformalRegressor(model, curvature="diagonal", l2=0.1).conformalize(X, y)
+        fullcp.FullConformalRegressor(model, "diagonal", "studentized", l2=0.1).conformalize(X, y)

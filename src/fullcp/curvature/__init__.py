@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
+from fullcp.curvature.choice import Choice, choose
 from fullcp.curvature.diagonal import diagonal_blocks, fit_diagonal
 from fullcp.curvature.eigen import Block, restore_eigen
 from fullcp.curvature.full import fit_full, restore_full
@@ -16,6 +17,7 @@ from fullcp.curvature.ridge import RefinementWarning
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.features.penultimate import last_layer_parameters
 
+APPROXIMATE = ("kfac", "diagonal")  # leverages of training rows can reach 1: see `resolve_score`
 STRUCTURES = ("auto", "full", "kfac", "last_layer", "diagonal")
 _FITS: dict[str, Callable[..., Curvature]] = {
     "auto": fit_full,
@@ -27,11 +29,14 @@ _FITS: dict[str, Callable[..., Curvature]] = {
 _BLOCKS: dict[str, Callable[[FeatureRows], list[Block]]] = {"kfac": kfac_blocks, "diagonal": diagonal_blocks}
 
 __all__ = [
+    "APPROXIMATE",
     "STRUCTURES",
+    "Choice",
     "Curvature",
     "NotPositiveDefiniteError",
     "Query",
     "RefinementWarning",
+    "choose",
     "expand_l2",
     "fit_curvature",
     "jacobian_for",

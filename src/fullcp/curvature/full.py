@@ -17,6 +17,8 @@ from fullcp.curvature.penalty import expand_l2
 from fullcp.features import FeatureRows
 from fullcp.progress import track
 
+COPIES = {"primal": 2, "dual": 3}  # the matrix and its factor; the dual form inverts the factor as well
+
 
 def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str | None = None) -> Curvature:
     """Factorise H = sum_i phi_i phi_i^T + diag(l2) over the rows of `features`.
@@ -36,8 +38,8 @@ def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str
 def factorise(features: FeatureRows, diagonal: Tensor, *, cross: bool = True, form: str | None = None) -> Curvature:
     """The same for a penalty (D,) that is already spread over the columns of phi."""
     if form is None:
-        rows = features.count * features.outputs
-        form = "primal" if features.size <= rows or bool((diagonal == 0).any()) else "dual"
+        form = form_for(features.count * features.outputs, features.size)
+        form = "primal" if bool((diagonal == 0).any()) else form
     size = features.size if form == "primal" else features.count * features.outputs
     _check_memory(form, size, features.x.device)
     if cross and form == "primal":
@@ -49,6 +51,11 @@ def factorise(features: FeatureRows, diagonal: Tensor, *, cross: bool = True, fo
             f"l2 must be positive everywhere in the dual form, entry {int((diagonal == 0).nonzero()[0])} is 0"
         )
     return DualCurvature(features, diagonal)
+
+
+def form_for(rows: int, size: int) -> str:
+    """The smaller form for n rows of D parameters, and of equal ones the more exact."""
+    return "primal" if size <= rows else "dual"
 
 
 def restore_full(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:
@@ -285,8 +292,7 @@ def _cholesky(H: Tensor, blame: Callable[[int], str], *, least: float = 1.0) -> 
 
 def _check_memory(form: str, size: int, device: torch.device) -> None:
     """Refuse a factor that the machine cannot hold, before it starts to swap."""
-    copies = 2 if form == "primal" else 3  # the matrix and its factor; the dual form inverts the factor as well
-    needed = copies * 8 * size**2
+    needed = COPIES[form] * 8 * size**2
     if device.type == "cuda":
         held = torch.cuda.mem_get_info(device)[1]
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -296,5 +302,6 @@ def _check_memory(form: str, size: int, device: torch.device) -> None:
     if needed > held:
         raise MemoryError(
             f"curvature='full' needs {needed / 1e9:.1f} GB for a {size} x {size} matrix and its factor, {device} has "
-            f"{held / 1e9:.1f} GB: use fewer rows, or leave fewer parameters with requires_grad"
+            f"{held / 1e9:.1f} GB: curvature='kfac', 'last_layer' and 'diagonal' take far less, and so does the exact "
+            "matrix of fewer parameters (see `parameters`)"
         )

@@ -45,6 +45,13 @@ def fit_kfac(features: FeatureRows, l2: object, *, cross: bool = True) -> EigenC
     return EigenCurvature(features, features.kept.pop(NAME, None) or kfac_blocks(features), diagonal, name=NAME)
 
 
+def check_kfac(features: FeatureRows) -> None:
+    """Raise the ValueError that a fit to such a network would."""
+    layers, _ = _layers_with_factors(features)
+    covered = {name for factors in layers.values() for name in (factors.weight, factors.bias)}
+    _check_sizes(features, [name for name in features.jacobian.parameters if name not in covered])
+
+
 def kfac_blocks(features: FeatureRows) -> list[Block]:
     """The blocks of S, decomposed, in the order of the parameters; no gradients of whole rows are formed."""
     jacobian, x = features.jacobian, features.x
@@ -145,13 +152,7 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 def _exact_blocks(features: FeatureRows, names: list[str]) -> dict[str, Block]:
     """The blocks of S of tensors that no layer accounts for, held whole."""
     parameters = features.jacobian.parameters
-    for name in names:
-        if parameters[name].numel() > _LARGEST_EXACT:
-            raise ValueError(
-                f"{name} is no weight or bias of an nn.Linear or (ungrouped) nn.Conv2d layer, and with "
-                f"{parameters[name].numel()} entries too large for an exact block of its own (up to {_LARGEST_EXACT}): "
-                "use curvature='last_layer' or 'diagonal', or take its requires_grad away"
-            )
+    _check_sizes(features, names)
     if not names:
         return {}
     part = FeatureRows(Jacobian(features.jacobian.model, features.x, only=names), features.x, memory=features.memory)
@@ -161,3 +162,15 @@ def _exact_blocks(features: FeatureRows, names: list[str]) -> dict[str, Block]:
         for S, P in zip(sums, torch.split(phi.flatten(0, 1).double(), sizes, 1), strict=True):
             S.addmm_(P.T, P)
     return {name: Block.of(S) for name, S in zip(names, sums, strict=True)}
+
+
+def _check_sizes(features: FeatureRows, names: list[str]) -> None:
+    """Refuse tensors that no layer accounts for, where they are too large for exact blocks."""
+    parameters = features.jacobian.parameters
+    for name in names:
+        if parameters[name].numel() > _LARGEST_EXACT:
+            raise ValueError(
+                f"{name} is no weight or bias of an nn.Linear or (ungrouped) nn.Conv2d layer, and with "
+                f"{parameters[name].numel()} entries too large for an exact block of its own (up to {_LARGEST_EXACT}): "
+                "use curvature='last_layer' or 'diagonal', or take its requires_grad away"
+            )

@@ -27,7 +27,7 @@ def last_layer_parameters(model: nn.Module, x: Tensor) -> list[str]:
     if not found:
         raise ValueError(
             "curvature='last_layer' needs a network that ends in an nn.Linear layer, this one does something to the "
-            "output of its last: use curvature='full', with requires_grad only where it should count"
+            "output of its last: name the layer, such as parameters='head'; its exact curvature is taken then"
         )
     (layer,) = found
     last = [p for p in layer.parameters(recurse=False) if id(p) in names]
@@ -40,6 +40,15 @@ def last_layer_parameters(model: nn.Module, x: Tensor) -> list[str]:
             "use curvature='full'"
         )
     return [names[id(p)] for p in last]
+
+
+def is_last_layer(jacobian: Jacobian, x: Tensor) -> bool:
+    """Whether the parameters that count are those of one nn.Linear layer that gives the network's outputs."""
+    try:
+        Penultimate(jacobian)(x[:_PROBE_ROWS])
+    except ValueError:
+        return False
+    return True
 
 
 class Penultimate(Jacobian):

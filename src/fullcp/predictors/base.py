@@ -98,6 +98,9 @@ class Predictor(ABC):
 
     def __repr__(self) -> str:
         shown = {name: _brief(value) for name, value in self.get_params().items()}
+        chosen = getattr(self, "curvature_choice_", None)
+        if chosen is not None and shown["curvature"] == "'auto'":
+            shown["curvature"] = f"'auto' ({chosen})"
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     # Predictions
@@ -195,7 +198,7 @@ class Predictor(ABC):
         state, facts = self._state()
         params = dict(self._settings)
         for name, value in self._settings.items():
-            if value is not None and not isinstance(value, (str, int, float, bool)):
+            if value is not None and not isinstance(value, (str, int, float, bool)) and not _are_words(value):
                 state[f"param.{name}"] = (
                     value if isinstance(value, Tensor) else torch.from_numpy(np.array(value, float))
                 )
@@ -340,6 +343,8 @@ class Predictor(ABC):
         params = self.get_params()
         without = {name for name, value in params.items() if name == "model" or isinstance(value, nn.Module)}
         settings = {name: kept_setting(value) for name, value in params.items() if name not in without}
+        if callable(settings.get("parameters")):
+            settings["parameters"] = network.facts()["trainable"]  # no file holds a predicate, but what it chose
         fingerprint = fingerprint or Fingerprint(self._predicting())
         self._settings = {**settings, **self._earlier_settings()}
         self._fingerprint = fingerprint
@@ -408,6 +413,10 @@ def kept_setting(value: Any) -> Any:
     if isinstance(value, PathLike):
         return fspath(value)
     return value.item() if isinstance(value, np.generic) else deepcopy(value)
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
 
 
 def _brief(value: Any) -> str:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, jacobian_for, restore
+from fullcp.curvature import APPROXIMATE, STRUCTURES, Curvature, choose, fit_curvature, restore
 from fullcp.engine import Engine
-from fullcp.features import FeatureRows, Jacobian, Network
+from fullcp.features import FeatureRows, Jacobian, Network, select_parameters
 from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
@@ -48,11 +48,13 @@ class FullConformalRegressor(Predictor):
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
-        The structure of the Gauss-Newton matrix. "auto" is "full", the exact one, in the primal or dual form that is
-        cheaper. "last_layer" is exact for a linear model on what goes into the last nn.Linear layer. "kfac" (nn.Linear
-        and nn.Conv2d layers) and "diagonal" are approximations for large networks: leverages of training rows can
-        reach 1 there, where only the standard score exists; pass score="standard" with them.
-    score : "studentized", "standard" or "deleted"
+        The structure of the Gauss-Newton matrix. "full" is the exact one, in the primal or dual form that is cheaper.
+        "last_layer" is exact for a linear model on what goes into the last nn.Linear layer. "kfac" (nn.Linear and
+        nn.Conv2d layers) and "diagonal" are approximations for large networks: leverages of training rows can reach 1
+        there, where only the standard score exists. "auto" is "full" where that fits `memory` and takes minutes at the
+        most, else "kfac" if it knows the network's layers; `curvature_choice_` says which and why.
+    score : "auto", "studentized", "standard" or "deleted"
+        "auto" is "studentized" with exact curvature, "standard" with an approximation (the paper's findings).
     residuals : "auto", "absolute" or "signed"
         "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
@@ -63,12 +65,17 @@ class FullConformalRegressor(Predictor):
     refine : bool
         Move predictions and residuals to the ridge solution of the linearised network. Worth it for a network that
         was not trained to a minimum.
+    parameters : None, str, sequence of str, or callable
+        Which parameters count, of those with requires_grad: names of modules or parameters ("head", "layers.*.bias"),
+        or a callable (name, parameter) -> bool. None is all. With curvature="last_layer" it names the layer.
     memory : str or int
         Working memory, such as "2GB". The factor of the curvature comes on top.
 
     Attributes
     ----------
     curvature_ : the fitted curvature; its `name` says which form was taken.
+    curvature_choice_ : what "auto" came to and why, in words.
+    score_ : what score="auto" came to.
     residuals_ : "absolute" or "signed", what "auto" came to.
     n_rows_ : number of training rows.
     leverages_ : training leverages.
@@ -95,11 +102,12 @@ class FullConformalRegressor(Predictor):
         self,
         model: nn.Module,
         curvature: str = "auto",
-        score: str = "studentized",
+        score: str = "auto",
         residuals: str = "auto",
         l2: Any = "marglik",
         *,
         refine: bool = False,
+        parameters: Any = None,
         memory: str | int = DEFAULT_MEMORY,
     ):
         self.model = model
@@ -108,6 +116,7 @@ class FullConformalRegressor(Predictor):
         self.residuals = residuals
         self.l2 = l2
         self.refine = refine
+        self.parameters = parameters
         self.memory = memory
 
     def conformalize(self, X: object, y: object = None) -> Self:
@@ -119,20 +128,25 @@ class FullConformalRegressor(Predictor):
         y : (N,) or (N, O); left out with a DataLoader
         """
         self._check_choices()
+        only = select_parameters(self.model, self.parameters)
         rows = self._read_data(X, y)
-        jacobian = jacobian_for(self.curvature, self.model, rows.x)
+        choice = choose(self.curvature, self.model, rows.x, only=only, memory=self._budget())
+        jacobian, score = choice.jacobian, self._resolve_score(choice.structure)
         y_checked = self._check_targets(jacobian, rows)
         residuals = self._resolve_residuals(len(rows.x), jacobian.outputs)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
         e = y_checked - features.predictions
-        l2, tuning = settle(self.l2, features, e, self.curvature)
-        curvature = fit_curvature(features, self.curvature, l2)
+        l2, tuning = settle(self.l2, features, e, choice.structure)
+        curvature = fit_curvature(features, choice.structure, l2)
         step, refined = refine(curvature, jacobian, e, exactly=self._is_refined())
         shift = relative_shift(e, refined)
         slack = curvature.slack()
-        self._warn_of_missing_scores(slack)
+        self._warn_of_missing_scores(slack, score, choice.structure)
         refines = self._is_refined()
-        self._assemble(curvature, features, refined if refines else e, slack, step if refines else None, residuals)
+        self._assemble(
+            curvature, features, refined if refines else e, slack, step if refines else None, residuals, score
+        )
+        self.curvature_choice_ = f"{choice.structure}: {choice.why}"
         self.shift_, self.tuning_ = shift, tuning
         self._keep(jacobian, len(rows.x), rows.columns)
         if not refines:
@@ -174,15 +188,15 @@ class FullConformalRegressor(Predictor):
                 stacklevel=3,
             )
 
-    def _warn_of_missing_scores(self, slack: Tensor) -> None:
+    def _warn_of_missing_scores(self, slack: Tensor, score: str, structure: str) -> None:
         """Say how many rows have leverages that leave no deleted or studentized score (see `fullcp.influence`)."""
-        if self.score == "standard":
+        if score == "standard":
             return
         share = float((torch.linalg.eigvalsh(slack)[:, 0] <= 0).double().mean())
         if share > 0:
             warnings.warn(
-                f"{share:.1%} of the training rows have a leverage of 1 or more by curvature={self.curvature!r}, where "
-                f"score={self.score!r} does not exist: they count for every label (but at test points of large cross "
+                f"{share:.1%} of the training rows have a leverage of 1 or more by curvature={structure!r}, where "
+                f"score={score!r} does not exist: they count for every label (but at test points of large cross "
                 "leverage), which widens intervals, and makes them infinite at levels above the share of the others. "
                 "Use score='standard', or curvature='full' or 'last_layer'",
                 MissingScoreWarning,
@@ -191,13 +205,18 @@ class FullConformalRegressor(Predictor):
 
     def _check_choices(self) -> None:
         check_choice("curvature", self.curvature, STRUCTURES)
-        check_choice("score", self.score, SCORES)
+        check_choice("score", self.score, ("auto", *SCORES))
         check_choice("residuals", self.residuals, ("auto", *RESIDUALS))
         if not isinstance(self._is_refined(), bool):
             raise TypeError(f"refine must be True or False, got {self.refine!r}")
 
     def _is_refined(self) -> bool:
         return self.refine
+
+    def _resolve_score(self, structure: str) -> str:
+        if self.score == "auto":
+            return "standard" if structure in APPROXIMATE else "studentized"
+        return self.score
 
     def _resolve_residuals(self, count: int, outputs: int) -> str:
         if outputs > 1:
@@ -219,13 +238,12 @@ class FullConformalRegressor(Predictor):
         slack: Tensor,
         step: Tensor | None,
         residuals: str,
+        score: str,
     ) -> None:
         self.curvature_ = curvature
-        self.residuals_ = residuals
+        self.residuals_, self.score_ = residuals, score
         self._features, self._step = features, step
-        self._engine = Engine(
-            curvature, features, e, slack, score=self.score, residuals=residuals, memory=self._budget()
-        )
+        self._engine = Engine(curvature, features, e, slack, score=score, residuals=residuals, memory=self._budget())
 
     def _points_at_once(self) -> int:
         return self._engine.points
@@ -257,13 +275,16 @@ class FullConformalRegressor(Predictor):
         }
         if self._step is not None:
             state["step"] = self._step
-        return state, {"residuals": self.residuals_, "shift": self.shift_, "tuning": tuning_facts(self.tuning_)}
+        facts = {"residuals": self.residuals_, "score": self.score_, "choice": self.curvature_choice_}
+        return state, {**facts, "shift": self.shift_, "tuning": tuning_facts(self.tuning_)}
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         jacobian = Jacobian(self.model, facts=network)
         features = FeatureRows(jacobian, state["x"], memory=self._budget())
         curvature = restore(features, state)
-        self._assemble(curvature, features, state["e"], state["slack"], state.get("step"), facts["residuals"])
+        chosen = facts["residuals"], facts["score"]
+        self._assemble(curvature, features, state["e"], state["slack"], state.get("step"), *chosen)
+        self.curvature_choice_ = facts["choice"]
         self.shift_, self.tuning_ = facts["shift"], tuning_from(facts["tuning"])
         return jacobian
 

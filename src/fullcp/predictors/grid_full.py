@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.candidates import count_intervals, count_tails, grid_over
-from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, jacobian_for, restore
-from fullcp.features import FeatureRows, Jacobian, Network, PerturbedNetwork
+from fullcp.curvature import STRUCTURES, Curvature, choose, fit_curvature, restore
+from fullcp.features import FeatureRows, Jacobian, Network, PerturbedNetwork, select_parameters
 from fullcp.influence import RESIDUALS, direct_changepoints
 from fullcp.inputs import check_all_finite, check_choice
 from fullcp.memory import rows_within
@@ -129,12 +129,15 @@ class GridFullConformalRegressor(CandidatePredictor):
     candidates : int or array (K,)
         How many labels to try, evenly spaced over the range of the training targets, or the labels themselves.
         Intervals end at candidates: see `predict_interval`.
+    parameters : None, str, sequence of str, or callable
+        Which parameters count, of those with requires_grad; see `FullConformalRegressor`.
     memory : str or int
         Working memory, such as "2GB".
 
     Attributes
     ----------
     grid_ : the candidate labels, a float64 tensor.
+    curvature_choice_ : what curvature="auto" came to and why, in words.
     curvature_ : the fitted curvature.
     n_rows_ : number of training rows.
     tuning_ : the tuned l2 and noise; None where l2 was given.
@@ -162,6 +165,7 @@ class GridFullConformalRegressor(CandidatePredictor):
         *,
         approach: str = "direct",
         candidates: Any = 200,
+        parameters: Any = None,
         memory: str | int = DEFAULT_MEMORY,
     ):
         self.model = model
@@ -170,6 +174,7 @@ class GridFullConformalRegressor(CandidatePredictor):
         self.l2 = l2
         self.approach = approach
         self.candidates = candidates
+        self.parameters = parameters
         self.memory = memory
 
     def conformalize(self, X: object, y: object = None) -> Self:
@@ -186,17 +191,19 @@ class GridFullConformalRegressor(CandidatePredictor):
         rows = self._read_data(X, y)
         assert rows.y is not None
         grid = grid_over(self.candidates, rows.y.flatten())
-        jacobian = jacobian_for(self.curvature, self.model, rows.x)
+        only = select_parameters(self.model, self.parameters)
+        choice = choose(self.curvature, self.model, rows.x, only=only, memory=self._budget())
+        jacobian = choice.jacobian
         if jacobian.outputs > 1:
             raise ValueError(f"model has {jacobian.outputs} outputs: candidates form a grid over one label only")
         targets = self._check_targets(jacobian, rows)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
         e = targets - features.predictions
-        l2, tuning = settle(self.l2, features, e, self.curvature)
+        l2, tuning = settle(self.l2, features, e, choice.structure)
         direct = self.approach == "direct"
-        curvature = fit_curvature(features, self.curvature, l2, cross=direct)
+        curvature = fit_curvature(features, choice.structure, l2, cross=direct)
         self._assemble(features, curvature, (e if direct else targets)[:, 0], grid, self.approach, self.residuals)
-        self.tuning_ = tuning
+        self.tuning_, self.curvature_choice_ = tuning, f"{choice.structure}: {choice.why}"
         self._keep(jacobian, len(rows.x), rows.columns)
         return self
 
@@ -221,8 +228,8 @@ class GridFullConformalRegressor(CandidatePredictor):
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = {"x": self._features.x, "grid": self.grid_, self._way.kept: self._way.values, **self.curvature_.state()}
-        facts = {"approach": self._approach, "residuals": self._residuals, "tuning": tuning_facts(self.tuning_)}
-        return state, facts
+        facts = {"approach": self._approach, "residuals": self._residuals, "choice": self.curvature_choice_}
+        return state, {**facts, "tuning": tuning_facts(self.tuning_)}
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         jacobian = Jacobian(self.model, facts=network)
@@ -230,5 +237,5 @@ class GridFullConformalRegressor(CandidatePredictor):
         curvature = restore(features, state)
         approach = facts["approach"]
         self._assemble(features, curvature, state[_WAYS[approach].kept], state["grid"], approach, facts["residuals"])
-        self.tuning_ = tuning_from(facts["tuning"])
+        self.tuning_, self.curvature_choice_ = tuning_from(facts["tuning"]), facts["choice"]
         return jacobian

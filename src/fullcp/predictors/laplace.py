@@ -37,12 +37,15 @@ class LaplaceRegressor(Predictor):
     noise : float or None
         Standard deviation sigma of the observation noise; None takes the tuned one with l2="marglik", otherwise the
         root mean square training residual.
+    parameters : None, str, sequence of str, or callable
+        Which parameters count, of those with requires_grad; see `FullConformalRegressor`.
     memory : str or int
         Working memory, such as "2GB".
 
     Attributes
     ----------
     noise_ : the noise in use.
+    curvature_choice_ : what curvature="auto" came to and why, in words.
     curvature_ : the fitted curvature.
     tuning_ : the tuned l2 and noise; None where l2 was given.
 
@@ -65,12 +68,14 @@ class LaplaceRegressor(Predictor):
         l2: Any = "marglik",
         *,
         noise: float | None = None,
+        parameters: Any = None,
         memory: str | int = DEFAULT_MEMORY,
     ):
         self.model = model
         self.curvature = curvature
         self.l2 = l2
         self.noise = noise
+        self.parameters = parameters
         self.memory = memory
 
     def fit(self, X: object, y: object = None) -> Self:
@@ -84,13 +89,14 @@ class LaplaceRegressor(Predictor):
         check_choice("curvature", self.curvature, STRUCTURES)
         noise = self._read_noise()
         rows = self._read_data(X, y)
-        posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget())
+        posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget(), self.parameters)
         if noise is None:
             noise = posterior.tuning.noise if posterior.tuning else posterior.error
             if noise == 0:
                 raise ValueError("noise cannot be taken from training residuals that are all zero: pass it")
         self.noise_ = noise
         self._posterior, self.curvature_, self.tuning_ = posterior, posterior.curvature, posterior.tuning
+        self.curvature_choice_ = posterior.choice
         self._keep(posterior.jacobian, len(rows.x), rows.columns)
         return self
 
@@ -147,12 +153,16 @@ class LaplaceRegressor(Predictor):
         return float(self.noise)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self._posterior.state(), {"noise": self.noise_, "tuning": tuning_facts(self.tuning_)}
+        return self._posterior.state(), {
+            "noise": self.noise_,
+            "tuning": tuning_facts(self.tuning_),
+            "choice": self.curvature_choice_,
+        }
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         self._posterior = Posterior.restore(self.model, network, self._budget(), state)
         self.curvature_ = self._posterior.curvature
-        self.noise_ = float(facts["noise"])
+        self.noise_, self.curvature_choice_ = float(facts["noise"]), facts["choice"]
         self.tuning_ = tuning_from(facts["tuning"])
         return self._posterior.jacobian
 

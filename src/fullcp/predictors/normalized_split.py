@@ -33,11 +33,14 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
     residuals : "absolute" or "signed"
+    parameters : None, str, sequence of str, or callable
+        Which parameters count, of those with requires_grad; see `FullConformalRegressor`.
     memory : str or int
         Working memory, such as "2GB".
 
     Attributes
     ----------
+    curvature_choice_ : what curvature="auto" came to and why, in words.
     curvature_ : the curvature of the training rows.
     tuning_ : the tuned l2 and noise; None where l2 was given.
     n_rows_ : number of calibration rows.
@@ -63,12 +66,14 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         l2: Any = "marglik",
         residuals: str = "absolute",
         *,
+        parameters: Any = None,
         memory: str | int = DEFAULT_MEMORY,
     ):
         self.model = model
         self.curvature = curvature
         self.l2 = l2
         self.residuals = residuals
+        self.parameters = parameters
         self.memory = memory
 
     def fit(self, X: object, y: object = None) -> Self:
@@ -82,13 +87,14 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         check_choice("curvature", self.curvature, STRUCTURES)
         check_choice("residuals", self.residuals, RESIDUALS)
         rows = self._read_data(X, y)
-        posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget())
+        posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget(), self.parameters)
         if hasattr(self, "network_"):
             del self.network_  # calibration on another curvature holds no longer
         self._posterior = posterior
-        self._fit_settings = {name: kept_setting(getattr(self, name)) for name in ("curvature", "l2")}
+        self._fit_settings = {name: kept_setting(getattr(self, name)) for name in ("curvature", "l2", "parameters")}
         self._fit_columns = rows.columns
         self.curvature_, self.tuning_ = posterior.curvature, posterior.tuning
+        self.curvature_choice_ = posterior.choice
         return self
 
     def conformalize(self, X: object, y: object = None) -> Self:
@@ -128,12 +134,17 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = super()._state()
-        return {**tensors, **self._posterior.state()}, {**facts, "tuning": tuning_facts(self.tuning_)}
+        return {**tensors, **self._posterior.state()}, {
+            **facts,
+            "tuning": tuning_facts(self.tuning_),
+            "choice": self.curvature_choice_,
+        }
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         super()._restore(network, state, facts)
         self._posterior = Posterior.restore(self.model, network, self._budget(), state)
         self._fit_columns = None
-        self._fit_settings = {name: getattr(self, name) for name in ("curvature", "l2")}
+        self._fit_settings = {name: getattr(self, name) for name in ("curvature", "l2", "parameters")}
+        self.curvature_choice_ = facts["choice"]
         self.curvature_, self.tuning_ = self._posterior.curvature, tuning_from(facts["tuning"])
         return self._posterior.jacobian

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullcp.curvature import Curvature, fit_curvature, jacobian_for, restore
-from fullcp.features import FeatureRows, Jacobian
+from fullcp.curvature import Curvature, choose, fit_curvature, restore
+from fullcp.features import FeatureRows, Jacobian, select_parameters
 from fullcp.inputs import Rows, check_all_finite, check_outputs
 from fullcp.predictors.fingerprint import Fingerprint
 from fullcp.tuning import Tuning, settle
@@ -26,18 +26,25 @@ class Posterior:
     tuning: Tuning | None = None
     error: float = float("nan")
     """Root mean square of the training residuals."""
+    choice: str = ""
+    """Which structure serves, and why."""
 
     @classmethod
-    def fit(cls, model: nn.Module, rows: Rows, curvature: str, l2: object, memory: int) -> Posterior:
+    def fit(
+        cls, model: nn.Module, rows: Rows, curvature: str, l2: object, memory: int, parameters: object = None
+    ) -> Posterior:
         """Fit the curvature to training rows; their targets matter for tuning and `error`."""
-        jacobian = jacobian_for(curvature, model, rows.x)
+        choice = choose(curvature, model, rows.x, only=select_parameters(model, parameters), memory=memory)
+        jacobian = choice.jacobian
         assert rows.y is not None
         check_outputs(jacobian.outputs, rows.y)
         features = FeatureRows(jacobian, rows.x, memory=memory)
         e = rows.y - features.predictions
-        l2, tuning = settle(l2, features, e, curvature)
-        fitted = fit_curvature(features, curvature, l2, cross=False)
-        return cls(jacobian, features, fitted, Fingerprint(model), tuning, float(e.square().mean().sqrt()))
+        l2, tuning = settle(l2, features, e, choice.structure)
+        fitted = fit_curvature(features, choice.structure, l2, cross=False)
+        error = float(e.square().mean().sqrt())
+        why = f"{choice.structure}: {choice.why}"
+        return cls(jacobian, features, fitted, Fingerprint(model), tuning, error, why)
 
     def covariance(self, phi: Tensor) -> Tensor:
         """I + V of test points phi (m, O, D), (m, O, O): the predictive covariance in units of the noise."""

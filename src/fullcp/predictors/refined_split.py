@@ -24,7 +24,7 @@ class RefinedSplitConformalRegressor(FullConformalRegressor):
 
     Parameters
     ----------
-    model, curvature, score, residuals, l2, memory
+    model, curvature, score, residuals, l2, parameters, memory
         As for `FullConformalRegressor`; `l2` penalises the weights refitted on the calibration rows. It is 1 unless
         given: "marglik" would tune it on these rows, as the paper does, which costs the guarantee (though little
         coverage). Tune it on training rows instead, with `FullConformalRegressor(...).conformalize(...).tuning_.l2`.
@@ -45,10 +45,11 @@ class RefinedSplitConformalRegressor(FullConformalRegressor):
         self,
         model: nn.Module,
         curvature: str = "auto",
-        score: str = "studentized",
+        score: str = "auto",
         residuals: str = "auto",
         l2: Any = 1.0,
         *,
+        parameters: Any = None,
         memory: str | int = DEFAULT_MEMORY,
     ):
         self.model = model
@@ -56,6 +57,7 @@ class RefinedSplitConformalRegressor(FullConformalRegressor):
         self.score = score
         self.residuals = residuals
         self.l2 = l2
+        self.parameters = parameters
         self.memory = memory
 
     def conformalize(self, X: object, y: object = None) -> Self:
