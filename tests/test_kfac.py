@@ -244,6 +244,20 @@ class TestLastLayer:
         torch.testing.assert_close(curvature.slack(), (1 - torch.eye(2).double() / 13).expand(12, 2, 2) * torch.eye(2))
 
 
+@pytest.mark.parametrize("name", [*CHAINS, "batch norm", "own parameter", "tokens"])
+@pytest.mark.parametrize("memory", [10**8, 10**4])
+def test_leverages_without_phi(name, memory):
+    """From what layers see as from the gradients themselves."""
+    model, X = chain(name) if name in CHAINS else build(name)
+    model.eval()
+    features = rows_of(model, X, memory=memory)
+    l2 = torch.linspace(0.1, 2.0, len(features.jacobian.parameters))
+    curvature = fit_curvature(features, "kfac", l2)
+    phi = dense_jacobian(model, X)[1]
+    expected = torch.eye(features.outputs).double() - curvature.leverage(phi)
+    torch.testing.assert_close(curvature.slack(), expected, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("structure", ["kfac", "diagonal"])
 def test_spectrum_comes_before_l2(structure):
     model, X = chain("mlp")

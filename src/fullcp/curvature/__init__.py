@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
 from fullcp.curvature.choice import Choice, choose
-from fullcp.curvature.diagonal import diagonal_blocks, fit_diagonal
-from fullcp.curvature.eigen import Block, restore_eigen
+from fullcp.curvature.diagonal import diagonal_blocks, fit_diagonal, restore_diagonal
+from fullcp.curvature.eigen import Block
 from fullcp.curvature.full import fit_full, restore_full
-from fullcp.curvature.kfac import fit_kfac, kfac_blocks
+from fullcp.curvature.kfac import fit_kfac, kfac_blocks, restore_kfac
 from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, restore_last_layer
 from fullcp.curvature.penalty import expand_l2
 from fullcp.curvature.ridge import RefinementWarning
@@ -68,7 +68,7 @@ def fit_curvature(features: FeatureRows, curvature: str, l2: object, *, cross: b
 def restore(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:
     """The structure whose `state()` was saved, over the same rows."""
     if "eigenvalues" in state:
-        return restore_eigen(features, state)
+        return restore_kfac(features, state) if "eigen.0.left" in state else restore_diagonal(features, state)
     last_layer = any(key.startswith("last_layer.") for key in state)
     return restore_last_layer(features, state) if last_layer else restore_full(features, state)
 

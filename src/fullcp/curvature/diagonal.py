@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from fullcp.curvature.eigen import Block, EigenCurvature, expand_over
+from fullcp.curvature.eigen import Block, EigenCurvature, expand_over, restore_blocks
 from fullcp.features import FeatureRows
 
 NAME = "diagonal"
@@ -16,6 +17,11 @@ def fit_diagonal(features: FeatureRows, l2: object, *, cross: bool = True) -> Ei
     if cross:
         features.hold()
     return EigenCurvature(features, features.kept.pop(NAME, None) or diagonal_blocks(features), diagonal, name=NAME)
+
+
+def restore_diagonal(features: FeatureRows, state: dict[str, Tensor]) -> EigenCurvature:
+    """The structure whose `state()` was saved, over the same rows."""
+    return EigenCurvature(features, restore_blocks(features, state), state["l2"], name=NAME)
 
 
 def diagonal_blocks(features: FeatureRows) -> list[Block]:

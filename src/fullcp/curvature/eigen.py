@@ -164,16 +164,15 @@ def expand_over(features: FeatureRows, l2: object) -> Tensor:
     return expand_l2(l2, features.jacobian.parameters, features.x.device)
 
 
-def restore_eigen(features: FeatureRows, state: dict[str, Tensor]) -> EigenCurvature:
-    """The structure whose `state()` was saved, over the same rows."""
+def restore_blocks(features: FeatureRows, state: dict[str, Tensor]) -> list[Block]:
+    """The blocks of the structure whose `state()` was saved."""
     parameters = features.jacobian.parameters
     blocks = []
     for k, values in enumerate(torch.split(state["eigenvalues"], [p.numel() for p in parameters.values()])):
         left, right = state.get(f"eigen.{k}.left"), state.get(f"eigen.{k}.right")
         rows = 1 if left is None else len(left)
         blocks.append(Block(values.view(rows, -1), left, right))
-    name = "diagonal" if all(block.is_diagonal for block in blocks) else "kfac"
-    return EigenCurvature(features, blocks, state["l2"], name=name)
+    return blocks
 
 
 def _eigh(S: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,13 @@ get their exact block where they are small.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fullcp.curvature.eigen import Block, EigenCurvature, expand_over
+from fullcp.curvature.eigen import Block, EigenCurvature, expand_over, restore_blocks
 from fullcp.features import FeatureRows, Jacobian, Network
 from fullcp.features.layers import Layer, Signal, layers_of, signals
 from fullcp.inputs import check_all_finite
@@ -42,32 +43,89 @@ def fit_kfac(features: FeatureRows, l2: object, *, cross: bool = True) -> EigenC
     diagonal = expand_over(features, l2)
     if cross:
         features.hold()
-    return EigenCurvature(features, features.kept.pop(NAME, None) or kfac_blocks(features), diagonal, name=NAME)
+    return KfacCurvature(features, features.kept.pop(NAME, None) or kfac_blocks(features), diagonal, name=NAME)
+
+
+def restore_kfac(features: FeatureRows, state: dict[str, Tensor]) -> KfacCurvature:
+    """The structure whose `state()` was saved, over the same rows."""
+    return KfacCurvature(features, restore_blocks(features, state), state["l2"], name=NAME)
+
+
+class KfacCurvature(EigenCurvature):
+    """The KFAC approximation, which knows the leverages of rows from what their layers see."""
+
+    def slack(self) -> Tensor:
+        """I - V_i, (N, O, O): not positive where the approximation is poor.
+
+        With u = U_B^T g and v = U_A^T a a dense layer adds sum_pq u_p^2 v_q^2 / (lambda_pq + l2): no phi, and no
+        product of two matrices a row.
+        """
+        features, O = self.features, self.features.outputs
+        slack = torch.eye(O, dtype=torch.float64, device=self.root.device).repeat(features.count, 1, 1)
+        layers, bytes_per_row = _layers_with_factors(features)
+        blocks = dict(zip(features.jacobian.parameters, self.blocks, strict=True))
+        roots = dict(zip(blocks, torch.split(self.root, self.sizes), strict=True))
+        for rows, found in _chunks_of_signals(features, layers, bytes_per_row, "leverages"):
+            for signal in found:
+                weight, bias = layers[signal.module].weight, layers[signal.module].bias
+                if weight is not None:
+                    slack[rows] -= _leverage_of_weight(signal, blocks[weight], roots[weight])
+                if bias is not None:
+                    slack[rows] -= _gram(roots[bias] * blocks[bias].rotate(signal.in_bias().double()))
+        names = _without_layer(features, layers)
+        for rows, phi in _only(features, names).chunks("leverages") if names else ():
+            parts = torch.split(phi.double(), [blocks[name].eigenvalues.numel() for name in names], 2)
+            for name, part in zip(names, parts, strict=True):
+                slack[rows] -= _gram(roots[name] * blocks[name].rotate(part))
+        return slack
+
+
+def _leverage_of_weight(signal: Signal, block: Block, root: Tensor) -> Tensor:
+    """What a layer's weight adds to V of some rows, (n, O, O)."""
+    assert block.left is not None
+    assert block.right is not None
+    if signal.a.shape[1] > 1:
+        return _gram(root * block.rotate(signal.in_weight().double()))
+    u, v = signal.g[:, :, 0].double() @ block.left, signal.a[:, 0].double() @ block.right  # (O, n, p), (n, q)
+    return torch.einsum("onp,mnp,np->nom", u, u, v.square() @ root.square().view_as(block.eigenvalues).T)
+
+
+def _gram(rows: Tensor) -> Tensor:
+    return rows @ rows.mT
 
 
 def check_kfac(features: FeatureRows) -> None:
     """Raise the ValueError that a fit to such a network would."""
     layers, _ = _layers_with_factors(features)
-    covered = {name for factors in layers.values() for name in (factors.weight, factors.bias)}
-    _check_sizes(features, [name for name in features.jacobian.parameters if name not in covered])
+    _check_sizes(features, _without_layer(features, layers))
 
 
 def kfac_blocks(features: FeatureRows) -> list[Block]:
     """The blocks of S, decomposed, in the order of the parameters; no gradients of whole rows are formed."""
-    jacobian, x = features.jacobian, features.x
     layers, bytes_per_row = _layers_with_factors(features)
-    size = rows_within(features.memory // 8, bytes_per_row, at_most=_MOST_ROWS)
-    starts = range(0, len(x), size)
-    with jacobian.borrowed() as model:
-        for start in track(starts, "curvature", len(starts)):
-            for signal in signals(model, list(layers), x[start : start + size]):
-                check_all_finite(start, {"activations": signal.a, "gradients": signal.g.transpose(0, 1)})
-                layers[signal.module].add(signal)
+    for _, found in _chunks_of_signals(features, layers, bytes_per_row, "curvature"):
+        for signal in found:
+            layers[signal.module].add(signal)
     blocks: dict[str, Block] = {}
     for factors in layers.values():
         blocks |= factors.blocks()
-    blocks |= _exact_blocks(features, [name for name in jacobian.parameters if name not in blocks])
-    return [blocks[name] for name in jacobian.parameters]
+    blocks |= _exact_blocks(features, _without_layer(features, layers))
+    return [blocks[name] for name in features.jacobian.parameters]
+
+
+def _chunks_of_signals(
+    features: FeatureRows, layers: dict[Layer, _Factors], bytes_per_row: int, description: str
+) -> Iterator[tuple[slice, list[Signal]]]:
+    """The signals of chunks of rows, with their places."""
+    size = rows_within(features.memory // 8, bytes_per_row, at_most=_MOST_ROWS)
+    starts = range(0, features.count, size)
+    for start in track(starts, description, len(starts)):
+        rows = slice(start, min(start + size, features.count))
+        with features.jacobian.borrowed() as model:
+            found = signals(model, list(layers), features.x[rows])
+        for signal in found:
+            check_all_finite(start, {"activations": signal.a, "gradients": signal.g.transpose(0, 1)})
+        yield rows, found
 
 
 @dataclass
@@ -155,13 +213,23 @@ def _exact_blocks(features: FeatureRows, names: list[str]) -> dict[str, Block]:
     _check_sizes(features, names)
     if not names:
         return {}
-    part = FeatureRows(Jacobian(features.jacobian.model, features.x, only=names), features.x, memory=features.memory)
     sizes = [parameters[name].numel() for name in names]
     sums = [torch.zeros(d, d, dtype=torch.float64, device=features.x.device) for d in sizes]
-    for _, phi in part.chunks("curvature"):
+    for _, phi in _only(features, names).chunks("curvature"):
         for S, P in zip(sums, torch.split(phi.flatten(0, 1).double(), sizes, 1), strict=True):
             S.addmm_(P.T, P)
     return {name: Block.of(S) for name, S in zip(names, sums, strict=True)}
+
+
+def _without_layer(features: FeatureRows, layers: dict[Layer, _Factors]) -> list[str]:
+    """The parameters that no layer accounts for."""
+    covered = {name for factors in layers.values() for name in (factors.weight, factors.bias)}
+    return [name for name in features.jacobian.parameters if name not in covered]
+
+
+def _only(features: FeatureRows, names: list[str]) -> FeatureRows:
+    """The gradients of the same rows in some of the parameters."""
+    return FeatureRows(Jacobian(features.jacobian.model, features.x, only=names), features.x, memory=features.memory)
 
 
 def _check_sizes(features: FeatureRows, names: list[str]) -> None:
