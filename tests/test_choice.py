@@ -61,7 +61,7 @@ def test_exact_where_it_fits_and_the_next_best_where_not(caplog):
 
 def test_networks_that_kfac_does_not_know():
     X, _ = data(400)
-    model = nn.Sequential(nn.Linear(3, 50), nn.PReLU(50), nn.Linear(50, 1)).double()
+    model = nn.Sequential(nn.Linear(3, 100), nn.PReLU(100), nn.Linear(100, 1)).double()
     assert choose("auto", model, X, memory=10**6).structure == "kfac"  # a small tensor has its exact block
 
     class Large(nn.Module):

@@ -12,6 +12,7 @@ from fullcp.curvature import NotPositiveDefiniteError, expand_l2, fit_curvature,
 from fullcp.curvature.full import fit_full
 from fullcp.curvature.last_layer import fit_last_layer
 from fullcp.features import FeatureRows, Jacobian
+from fullcp.features.symmetric import add_gram, mirror
 from reference import dense_jacobian, dense_kfac
 
 # A structure is tested by adding a line: name -> fit(features, l2). The name begins with the users' word for it.
@@ -164,6 +165,34 @@ class TestContract:
         torch.testing.assert_close(refined, e - phi @ step, rtol=1e-10, atol=1e-10)
         rough = curvature.refine(e, theta, exactly=False)[1]
         assert (rough - refined).norm() < 0.1 * (e - refined).norm()
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 513, 4100])
+def test_gram_products_of_blocks(size):
+    generator = torch.Generator().manual_seed(size)
+    P, Q = (torch.randn(n, size, generator=generator, dtype=torch.float64) for n in (3, 5))
+    S = torch.zeros(size, size, dtype=torch.float64)
+    add_gram(S, P)
+    add_gram(S, Q)
+    assert mirror(S) is S
+    torch.testing.assert_close(S, P.T @ P + Q.T @ Q, rtol=1e-12, atol=1e-12)
+    assert torch.equal(S, S.T)
+
+
+def test_the_factor_takes_the_place_of_the_matrix():
+    _, _, features = problem()
+    phi = features.block(slice(0, 30)).clone()
+    curvature = fit_full(features, 0.5, form="primal")
+    S = features.gram(keep=True)
+    H = S + 0.5 * torch.eye(features.size, dtype=torch.float64)
+    factor = fit_full(features, 0.5, form="primal").factor
+    assert factor.data_ptr() == S.data_ptr()
+    assert torch.equal(factor, curvature.factor)
+    torch.testing.assert_close(factor @ factor.T, H, rtol=1e-12, atol=1e-12)
+    assert (factor.triu(1) == 0).all()
+    # Solves work in place on a copy: gradients that are float64 already are left alone.
+    curvature.slack(), curvature.query(features.block(slice(0, 30)))
+    assert torch.equal(features.block(slice(0, 30)), phi)
 
 
 @pytest.mark.parametrize("form", ["primal", "dual"])

@@ -17,7 +17,7 @@ from fullcp.curvature.penalty import expand_l2
 from fullcp.features import FeatureRows
 from fullcp.progress import track
 
-COPIES = {"primal": 2, "dual": 3}  # the matrix and its factor; the dual form inverts the factor as well
+COPIES = {"primal": 1, "dual": 3}  # factorised in its own memory; the dual form inverts the factor as well
 
 
 def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str | None = None) -> Curvature:
@@ -91,19 +91,23 @@ class PrimalCurvature:
 
     def leverage(self, phi: Tensor) -> Tensor:
         """V of test points (m, O, D): (m, O, O)."""
-        return _gram_blocks(self._whiten(phi), phi.shape[1])
+        whitened = self._whiten(phi)
+        if phi.shape[1] == 1:
+            return whitened.square_().sum(0).view(-1, 1, 1)
+        return _gram_blocks(whitened, phi.shape[1])
 
     def query(self, phi: Tensor) -> Query:
         """Leverages and cross leverages of test points (m, O, D)."""
         m, O, _ = phi.shape
-        whitened = self._whiten(phi)  # L^-1 phi^T, (D, m O)
-        solved = torch.linalg.solve_triangular(self.factor.T, whitened, upper=True)  # H^-1 phi^T
+        columns = self._whiten(phi)  # L^-1 phi^T, (D, m O)
+        V = _gram_blocks(columns, O)
+        solved = torch.linalg.solve_triangular(self.factor.T, columns, upper=True, out=columns)  # H^-1 phi^T
 
         def cross(rows: slice) -> Tensor:
             P = self.features.block(rows).flatten(0, 1).double()  # (n O, D)
             return (solved.T @ P.T).view(m, O, -1, O).permute(0, 2, 3, 1)
 
-        return Query(_gram_blocks(whitened, O), cross)
+        return Query(V, cross)
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H^-1 times vectors (D,) or (D, m)."""
@@ -131,7 +135,9 @@ class PrimalCurvature:
         return {"primal_factor": self.factor, "l2": self.diagonal}
 
     def _whiten(self, phi: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.factor, phi.flatten(0, 1).double().T, upper=False)
+        """L^-1 phi^T of rows phi (m, O, D), in memory of its own: (D, m O)."""
+        columns = phi.flatten(0, 1).to(torch.float64, copy=True).T
+        return torch.linalg.solve_triangular(self.factor, columns, upper=False, out=columns)
 
     def _blame(self, column: int) -> str:
         name = self.features.jacobian.locate(column)
@@ -275,19 +281,21 @@ def _gram_blocks(columns: Tensor, outputs: int) -> Tensor:
 
 
 def _cholesky(H: Tensor, blame: Callable[[int], str], *, least: float = 1.0) -> Tensor:
-    """Lower factor of H, in H's own memory; no jitter is ever added.
+    """Lower factor of H, of which the lower triangle counts, in H's own memory; no jitter is ever added.
 
     A pivot that keeps less than `least` D eps of its diagonal entry is rounding noise: the factor would be one of
     chance. The dual form asks for more, because it reads slacks off the inverse.
     """
-    L, info = torch.linalg.cholesky_ex(H)
+    entries = H.diagonal().clone()
+    U, info = H.T, torch.empty((), dtype=torch.int32, device=H.device)
+    torch.linalg.cholesky_ex(U, upper=True, out=(U, info))  # U = L^T by columns, as LAPACK counts, is L by rows
     if info.item() > 0:
         raise NotPositiveDefiniteError(blame(int(info.item()) - 1))
-    kept = L.diagonal().square() / H.diagonal()
+    kept = H.diagonal().square() / entries
     worst = int(kept.argmin())
     if not kept[worst] > least * len(H) * torch.finfo(H.dtype).eps:
         raise NotPositiveDefiniteError(blame(worst))
-    return H.copy_(L)  # row-major before and after saving: the same bits
+    return H
 
 
 def _check_memory(form: str, size: int, device: torch.device) -> None:
@@ -301,7 +309,7 @@ def _check_memory(form: str, size: int, device: torch.device) -> None:
         return
     if needed > held:
         raise MemoryError(
-            f"curvature='full' needs {needed / 1e9:.1f} GB for a {size} x {size} matrix and its factor, {device} has "
+            f"curvature='full' needs {needed / 1e9:.1f} GB for a {size} x {size} matrix, {device} has "
             f"{held / 1e9:.1f} GB: curvature='kfac', 'last_layer' and 'diagonal' take far less, and so does the exact "
             "matrix of fewer parameters (see `parameters`)"
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fullcp.features.jacobian import Jacobian
+from fullcp.features.symmetric import add_gram, mirror
 from fullcp.inputs import check_all_finite
 from fullcp.progress import track
 
@@ -56,8 +57,8 @@ class FeatureRows:
         if S is None:
             S = torch.zeros(self.size, self.size, dtype=torch.float64, device=self.x.device)
             for _, phi in self.chunks("curvature"):
-                P = phi.flatten(0, 1).double()  # (n O, D)
-                S.addmm_(P.T, P)
+                add_gram(S, phi.flatten(0, 1).double())
+            mirror(S)
         if keep:
             self._gram = S
         return S
