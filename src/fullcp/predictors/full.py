@@ -192,7 +192,8 @@ class FullConformalRegressor(Predictor):
         """Say how many rows have leverages that leave no deleted or studentized score (see `fullcp.influence`)."""
         if score == "standard":
             return
-        share = float((torch.linalg.eigvalsh(slack)[:, 0] <= 0).double().mean())
+        least = slack[:, 0, 0] if slack.shape[1] == 1 else torch.linalg.eigvalsh(slack)[:, 0]
+        share = float((least <= 0).double().mean())
         if share > 0:
             warnings.warn(
                 f"{share:.1%} of the training rows have a leverage of 1 or more by curvature={structure!r}, where "
