@@ -6,17 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
+from fullcp.curvature.choice import STRUCTURES, check_structure, read_structure
 from fullcp.curvature.diagonal import diagonal_blocks, fit_diagonal
 from fullcp.curvature.eigen import Block, restore_eigen
 from fullcp.curvature.full import fit_full, restore_full
 from fullcp.curvature.kfac import fit_kfac, kfac_blocks
 from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, restore_last_layer
+from fullcp.curvature.low_rank import (
+    LowRankWarning,
+    fit_low_rank,
+    low_rank_error,
+    low_rank_factor,
+    low_rank_ranks,
+    restore_low_rank,
+)
 from fullcp.curvature.penalty import expand_l2
 from fullcp.curvature.ridge import RefinementWarning
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.features.penultimate import last_layer_parameters
 
-STRUCTURES = ("auto", "full", "kfac", "last_layer", "diagonal")
 _FITS: dict[str, Callable[..., Curvature]] = {
     "auto": fit_full,
     "full": fit_full,
@@ -29,13 +37,19 @@ _BLOCKS: dict[str, Callable[[FeatureRows], list[Block]]] = {"kfac": kfac_blocks,
 __all__ = [
     "STRUCTURES",
     "Curvature",
+    "LowRankWarning",
     "NotPositiveDefiniteError",
     "Query",
     "RefinementWarning",
+    "check_structure",
     "expand_l2",
     "fit_curvature",
     "jacobian_for",
     "last_layer_gram",
+    "low_rank_error",
+    "low_rank_factor",
+    "low_rank_ranks",
+    "read_structure",
     "restore",
     "spectrum",
 ]
@@ -52,11 +66,13 @@ def fit_curvature(features: FeatureRows, curvature: str, l2: object, *, cross: b
     Parameters
     ----------
     features : gradients of the training rows, from `jacobian_for` the structure.
-    curvature : one of `STRUCTURES`.
+    curvature : one of `STRUCTURES`, or "low_rank:200".
     l2 : the ridge penalty, see `fullcp.curvature.penalty`.
     cross : bool
         Without it, only leverages of new points will be asked for, and no training row is held for more.
     """
+    if curvature.startswith("low_rank"):
+        return fit_low_rank(features, l2, cross=cross, curvature=curvature)
     return _FITS[curvature](features, l2, cross=cross)
 
 
@@ -64,6 +80,8 @@ def restore(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:
     """The structure whose `state()` was saved, over the same rows."""
     if "eigenvalues" in state:
         return restore_eigen(features, state)
+    if "low_rank.vectors" in state:
+        return restore_low_rank(features, state)
     last_layer = any(key.startswith("last_layer.") for key in state)
     return restore_last_layer(features, state) if last_layer else restore_full(features, state)
 

@@ -3,7 +3,7 @@
 from fullcp.features.jacobian import Jacobian
 from fullcp.features.network import Network
 from fullcp.features.perturbed import PerturbedNetwork
-from fullcp.features.products import gram_product
+from fullcp.features.products import gram_block_product, gram_product
 from fullcp.features.rows import FeatureRows
 
-__all__ = ["FeatureRows", "Jacobian", "Network", "PerturbedNetwork", "gram_product"]
+__all__ = ["FeatureRows", "Jacobian", "Network", "PerturbedNetwork", "gram_block_product", "gram_product"]

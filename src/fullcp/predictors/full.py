@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, jacobian_for, restore
+from fullcp.curvature import Curvature, check_structure, fit_curvature, jacobian_for, restore
 from fullcp.engine import Engine
 from fullcp.features import FeatureRows, Jacobian, Network
 from fullcp.influence import RESIDUALS, SCORES
@@ -47,11 +47,14 @@ class FullConformalRegressor(Predictor):
     ----------
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
-    curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
+    curvature : "auto", "full", "kfac", "last_layer", "diagonal", "low_rank" or "low_rank:200"
         The structure of the Gauss-Newton matrix. "auto" is "full", the exact one, in the primal or dual form that is
         cheaper. "last_layer" is exact for a linear model on what goes into the last nn.Linear layer. "kfac" (nn.Linear
         and nn.Conv2d layers) and "diagonal" are approximations for large networks: leverages of training rows can
-        reach 1 there, where only the standard score exists; pass score="standard" with them.
+        reach 1 there, where only the standard score exists; pass score="standard" with them. "low_rank" is the full
+        matrix as far as its largest eigenvalues go, for many rows and many parameters: `curvature_.error` bounds what
+        leverages lack, and falls to nothing as the rank grows. The rank is chosen within `memory`, or given behind a
+        colon.
     score : "studentized", "standard" or "deleted"
     residuals : "auto", "absolute" or "signed"
         "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
@@ -190,7 +193,7 @@ class FullConformalRegressor(Predictor):
             )
 
     def _check_choices(self) -> None:
-        check_choice("curvature", self.curvature, STRUCTURES)
+        check_structure(self.curvature)
         check_choice("score", self.score, SCORES)
         check_choice("residuals", self.residuals, ("auto", *RESIDUALS))
         if not isinstance(self._is_refined(), bool):
