@@ -71,9 +71,10 @@ def fit_curvature(features: FeatureRows, curvature: str, l2: object, *, cross: b
     cross : bool
         Without it, only leverages of new points will be asked for, and no training row is held for more.
     """
-    if curvature.startswith("low_rank"):
-        return fit_low_rank(features, l2, cross=cross, curvature=curvature)
-    return _FITS[curvature](features, l2, cross=cross)
+    word, rank = read_structure(curvature)
+    if word == "low_rank":
+        return fit_low_rank(features, l2, cross=cross, rank=rank)
+    return _FITS[word](features, l2, cross=cross)
 
 
 def restore(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:

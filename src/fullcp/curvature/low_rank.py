@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fullcp.curvature.base import NotPositiveDefiniteError
-from fullcp.curvature.choice import read_structure
 from fullcp.curvature.eigen import EigenCurvature, expand_over
 from fullcp.curvature.nystrom import LowRank, Product, basis
 from fullcp.curvature.ridge import exact_solve
@@ -195,22 +194,21 @@ class LowRankCurvature(EigenCurvature):
             )
 
 
-def fit_low_rank(features: FeatureRows, l2: object, *, cross: bool = True, curvature: str = NAME) -> LowRankCurvature:
+def fit_low_rank(features: FeatureRows, l2: object, *, cross: bool = True, rank: int | None = None) -> LowRankCurvature:
     """The low-rank approximation of H over the rows of `features`; see `fullcp.curvature.fit_curvature`.
 
     Parameters
     ----------
-    curvature : "low_rank" or "low_rank:200"
-        Without a number the rank grows until leverages are known to one per cent, or the factor takes a quarter of
-        the memory budget; at the smaller of D and N O it is exact.
+    rank : int or None
+        With None it grows until leverages are known to one per cent, or the factor takes a quarter of the memory
+        budget; at the smaller of D and N O it is exact.
     """
-    wanted = read_structure(curvature)[1]
     diagonal = expand_over(features, l2)
     if (diagonal == 0).any():
         raise ValueError(
             f"l2 must be positive everywhere with curvature='low_rank', entry {int((diagonal == 0).nonzero()[0])} is 0"
         )
-    ranks = low_rank_ranks(features, wanted)
+    ranks = low_rank_ranks(features, rank)
     features.hold()  # there will be several passes
     root = diagonal.rsqrt()
     S = _scaled_product(features, root)
@@ -219,15 +217,15 @@ def fit_low_rank(features: FeatureRows, l2: object, *, cross: bool = True, curva
         root.new_empty(features.size, 0) if factor is None else LowRank.of_factor(root.unsqueeze(1) * factor).vectors
     )
     del factor
-    for rank in [rank for rank in ranks if rank >= known.shape[1]] or ranks[-1:]:
-        fitted = LowRankCurvature(features, LowRank.of_products(S, basis(S, known, rank)), diagonal)
+    for size in [size for size in ranks if size >= known.shape[1]] or ranks[-1:]:
+        fitted = LowRankCurvature(features, LowRank.of_products(S, basis(S, known, size)), diagonal)
         known = fitted.U
         if fitted.error.is_small:
             break
     if not cross:
         features.release()
     if fitted.error.is_large:
-        _warn(fitted, wanted)
+        _warn(fitted, rank)
     return fitted
 
 
