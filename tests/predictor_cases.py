@@ -65,6 +65,17 @@ PREDICTORS = {
         {"curvature": "diagonal", "score": "studentized", "l2": 30.0},
         lambda cp, X, y: cp.conformalize(X, y),
     ),
+    "full, low rank": (
+        fullcp.FullConformalRegressor,
+        {"curvature": "low_rank"},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
+    "refined split, low rank": (
+        fullcp.RefinedSplitConformalRegressor,
+        {"curvature": "low_rank:9", "score": "standard", "l2": [1.0, 2.0, 3.0, 4.0]},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
+    "normalized split, low rank": (fullcp.NormalizedSplitConformalRegressor, {"curvature": "low_rank:12"}, fit_both),
     "grid full, kfac": (
         fullcp.GridFullConformalRegressor,
         {"curvature": "kfac"},

@@ -53,6 +53,15 @@ def dense_kfac(model: nn.Sequential, X: Tensor) -> dict[str, Tensor]:
     return blocks
 
 
+def dense_low_rank(S: Tensor, rank: int) -> Tensor:
+    """The Nystrom formula on S (D, D), by subspace iteration from the random vectors that the library draws."""
+    if rank >= len(S):
+        return S
+    Z = torch.randn(len(S), rank, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    Q = torch.linalg.qr(S @ torch.linalg.qr(Z)[0])[0]
+    return S @ Q @ torch.linalg.pinv(Q.T @ S @ Q, hermitian=True) @ Q.T @ S
+
+
 def positions_of(layer: nn.Module, x: Tensor) -> list[Tensor]:
     """What a layer sees of one row at each position."""
     if isinstance(layer, nn.Linear):

@@ -111,6 +111,7 @@ def test_loaders(loader, error, words):
         ({"score": "student"}, ValueError, "score must be one of 'standard', 'deleted', 'studentized', got 'student'"),
         ({"score": None}, ValueError, "score must be one of"),
         ({"residuals": "both"}, ValueError, "residuals must be one of 'auto', 'absolute', 'signed', got 'both'"),
+        ({"curvature": "low_rank:many"}, ValueError, "curvature must have a whole number .*, got 'low_rank:many'"),
         ({"curvature": "fisher"}, ValueError, "curvature must be one of 'auto', 'full', .*, got 'fisher'"),
         ({"refine": "yes"}, TypeError, "refine must be True or False, got 'yes'"),
         ({"l2": -1.0}, ValueError, "l2 must be finite and not negative, got -1"),

@@ -13,7 +13,7 @@ from fullcp.curvature.full import fit_full
 from fullcp.curvature.last_layer import fit_last_layer
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.features.symmetric import add_gram, mirror
-from reference import dense_jacobian, dense_kfac
+from reference import dense_jacobian, dense_kfac, dense_low_rank
 
 # A structure is tested by adding a line: name -> fit(features, l2). The name begins with the users' word for it.
 STRUCTURES = {
@@ -23,8 +23,10 @@ STRUCTURES = {
     "last_layer, dual": lambda features, l2: fit_last_layer(features, l2, form="dual"),
     "kfac": lambda features, l2: fit_curvature(features, "kfac", l2),
     "diagonal": lambda features, l2: fit_curvature(features, "diagonal", l2),
+    "low_rank": lambda features, l2: fit_curvature(features, "low_rank", l2),  # of full rank here
+    "low_rank:7": lambda features, l2: fit_curvature(features, "low_rank:7", l2),
 }
-EXACT = {name for name in STRUCTURES if name.startswith(("full", "last_layer"))}
+EXACT = {name for name in STRUCTURES if name.startswith(("full", "last_layer")) or name == "low_rank"}
 
 
 def network(inputs, hidden, outputs, seed=0):
@@ -39,12 +41,14 @@ def problem(rows=30, hidden=4, outputs=1, seed=0, memory=10**8, structure="full"
 
 
 def dense_sum(structure, model, X):
-    """S as the structure sees it, from gradients of single rows."""
+    """S as the structure sees it with l2 = 0.5, from gradients of single rows."""
     if structure == "kfac":
         return torch.block_diag(*dense_kfac(model, X).values())
     phi = dense_jacobian(model, X)[1].flatten(0, 1)
     if structure.startswith("last_layer"):
         phi = phi[:, -sum(p.numel() for p in model[-1].parameters()) :]
+    if structure == "low_rank:7":
+        return dense_low_rank(phi.T @ phi / 0.5, 7) * 0.5
     return torch.diag(phi.square().sum(0)) if structure == "diagonal" else phi.T @ phi
 
 
@@ -328,5 +332,5 @@ class TestSingular:
         model = nn.Linear(400_000, 1)
         X = torch.randn(3, 400_000)
         features = FeatureRows(Jacobian(model, X), X, memory=10**9)
-        with pytest.raises(MemoryError, match=r"GB for a 400001 x 400001 matrix.*'last_layer' and"):
+        with pytest.raises(MemoryError, match=r"GB for a 400001 x 400001 matrix.*'last_layer' and 'low_rank'"):
             fit_full(features, 1.0, form="primal")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullcp.curvature import NotPositiveDefiniteError
-from fullcp.tuning import Gram, Kernels, Repeated, Spectral
+from fullcp.tuning import Gram, Kernels, Repeated, Spectral, WithRest
 
 SIZES = [5, 1, 3]
 
@@ -61,7 +61,17 @@ def repeated(networks, rows):
     return Repeated(Gram(S, [4, 1]), 3), whole, [12, 3]
 
 
-CASES = [gram, kernels, spectral_of_one_group, spectral_of_kernel, spectral_of_blocks, repeated]
+def with_rest(networks, rows):
+    """A rest for which the bound is attained: of equal eigenvalues, in groups that the known part leaves alone."""
+    S = torch.zeros(networks, 9, 9, dtype=torch.float64)
+    phi = gradients(networks, rows, [5])
+    S[:, :5, :5] = phi.mT @ phi
+    rest = torch.rand(networks, 1, dtype=torch.float64) * torch.tensor([0.0] * 5 + [2.0] + [0.7] * 3)
+    traces = torch.stack([part.sum(1) for part in torch.split(rest, SIZES, 1)], 1)
+    return WithRest(Gram(S, SIZES), traces, torch.tensor([4, 1, 3])), S + torch.diag_embed(rest), SIZES
+
+
+CASES = [gram, kernels, spectral_of_one_group, spectral_of_kernel, spectral_of_blocks, repeated, with_rest]
 case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 
 
@@ -130,13 +140,31 @@ def test_a_batch_is_its_networks_one_by_one(case):
     for b in range(4):
         torch.manual_seed(0)
         same = case(4, 12)[0]
-        inner = same.form if isinstance(same, Repeated) else same
-        for name in ("S", "K", "eigenvalues"):
-            if hasattr(inner, name):
-                setattr(inner, name, getattr(inner, name)[b : b + 1])
+        for part in (same, getattr(same, "form", same)):
+            for name in ("S", "K", "eigenvalues", "each"):
+                if hasattr(part, name) and len(getattr(part, name)) > 1:
+                    setattr(part, name, getattr(part, name)[b : b + 1])
         alone = (*same.determinant(l2[b : b + 1]), *same.slope(l2[b : b + 1]))
         for found, expected in zip(whole, alone):
             torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(1, 14), kept=st.integers(0, 9), seed=st.integers(0, 10**6))
+def test_a_rest_is_bounded_from_above(rows, kept, seed):
+    """Whatever rows are left out: log det H lies between that of the known part and that with the rest."""
+    torch.manual_seed(seed)
+    phi = gradients(2, rows, SIZES)
+    known, rest = phi[:, :kept], phi[:, kept:]
+    traces = torch.stack([part.square().sum((1, 2)) for part in torch.split(rest, SIZES, 2)], 1)
+    form = Gram(known.mT @ known, SIZES)
+    whole = WithRest(form, traces, torch.tensor(SIZES).clamp(max=rest.shape[1]))
+    l2 = penalties(2, 3)
+    expected = dense(phi.mT @ phi, SIZES, l2)[0]
+    assert (form.log_det(l2) <= expected + 1e-9).all()
+    assert (whole.log_det(l2) >= expected - 1e-9).all()
+    small = WithRest(form, 1e-7 * traces, whole.ranks).log_det(l2) - form.log_det(l2)
+    torch.testing.assert_close(small, 1e-7 * (traces / l2).sum(1), rtol=1e-3, atol=1e-12)
 
 
 def test_rows_that_are_not_there_change_nothing():

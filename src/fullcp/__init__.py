@@ -8,7 +8,7 @@ True
 from typing import TYPE_CHECKING, Any
 
 from fullcp import evaluation, training, tuning
-from fullcp.curvature import NotPositiveDefiniteError, RefinementWarning
+from fullcp.curvature import LowRankWarning, NotPositiveDefiniteError, RefinementWarning
 from fullcp.predictors import (
     CandidateGridWarning,
     ConformalizedQuantileRegressor,
@@ -36,6 +36,7 @@ __all__ = [
     "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
     "LaplaceRegressor",
+    "LowRankWarning",
     "MissingScoreWarning",
     "NormalizedSplitConformalRegressor",
     "NotFittedError",

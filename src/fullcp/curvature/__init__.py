@@ -12,13 +12,21 @@ from fullcp.curvature.eigen import Block
 from fullcp.curvature.full import fit_full, restore_full
 from fullcp.curvature.kfac import fit_kfac, kfac_blocks, restore_kfac
 from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, restore_last_layer
+from fullcp.curvature.low_rank import (
+    LowRankWarning,
+    fit_low_rank,
+    low_rank_error,
+    low_rank_factor,
+    low_rank_ranks,
+    restore_low_rank,
+)
 from fullcp.curvature.penalty import expand_l2
 from fullcp.curvature.ridge import RefinementWarning
+from fullcp.curvature.words import STRUCTURES, check_structure, read_structure
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.features.penultimate import last_layer_parameters
 
-APPROXIMATE = ("kfac", "diagonal")  # leverages of training rows can reach 1: see `resolve_score`
-STRUCTURES = ("auto", "full", "kfac", "last_layer", "diagonal")
+APPROXIMATE = ("kfac", "diagonal", "low_rank")  # leverages of training rows can reach 1 there
 _FITS: dict[str, Callable[..., Curvature]] = {
     "auto": fit_full,
     "full": fit_full,
@@ -33,14 +41,20 @@ __all__ = [
     "STRUCTURES",
     "Choice",
     "Curvature",
+    "LowRankWarning",
     "NotPositiveDefiniteError",
     "Query",
     "RefinementWarning",
+    "check_structure",
     "choose",
     "expand_l2",
     "fit_curvature",
     "jacobian_for",
     "last_layer_gram",
+    "low_rank_error",
+    "low_rank_factor",
+    "low_rank_ranks",
+    "read_structure",
     "restore",
     "spectrum",
 ]
@@ -57,18 +71,23 @@ def fit_curvature(features: FeatureRows, curvature: str, l2: object, *, cross: b
     Parameters
     ----------
     features : gradients of the training rows, from `jacobian_for` the structure.
-    curvature : one of `STRUCTURES`.
+    curvature : one of `STRUCTURES`, or "low_rank:200".
     l2 : the ridge penalty, see `fullcp.curvature.penalty`.
     cross : bool
         Without it, only leverages of new points will be asked for, and no training row is held for more.
     """
-    return _FITS[curvature](features, l2, cross=cross)
+    word, rank = read_structure(curvature)
+    if word == "low_rank":
+        return fit_low_rank(features, l2, cross=cross, rank=rank)
+    return _FITS[word](features, l2, cross=cross)
 
 
 def restore(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:
     """The structure whose `state()` was saved, over the same rows."""
     if "eigenvalues" in state:
         return restore_kfac(features, state) if "eigen.0.left" in state else restore_diagonal(features, state)
+    if "low_rank.vectors" in state:
+        return restore_low_rank(features, state)
     last_layer = any(key.startswith("last_layer.") for key in state)
     return restore_last_layer(features, state) if last_layer else restore_full(features, state)
 

@@ -70,7 +70,7 @@ def _choose(curvature: str, model: nn.Module, x: Tensor, only: Sequence[str] | N
     try:
         check_kfac(features)
     except ValueError as error:
-        return Choice("diagonal", jacobian, f"{too_much}; KFAC cannot serve: {error}")
+        return Choice("low_rank", jacobian, f"{too_much}; KFAC cannot serve: {error}")
     return Choice("kfac", jacobian, too_much)
 
 

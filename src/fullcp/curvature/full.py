@@ -310,6 +310,6 @@ def _check_memory(form: str, size: int, device: torch.device) -> None:
     if needed > held:
         raise MemoryError(
             f"curvature='full' needs {needed / 1e9:.1f} GB for a {size} x {size} matrix, {device} has "
-            f"{held / 1e9:.1f} GB: curvature='kfac', 'last_layer' and 'diagonal' take far less, and so does the exact "
+            f"{held / 1e9:.1f} GB: curvature='kfac', 'last_layer' and 'low_rank' take far less, and so does the exact "
             "matrix of fewer parameters (see `parameters`)"
         )

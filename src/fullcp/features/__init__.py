@@ -3,8 +3,16 @@
 from fullcp.features.jacobian import Jacobian
 from fullcp.features.network import Network
 from fullcp.features.perturbed import PerturbedNetwork
-from fullcp.features.products import gram_product
+from fullcp.features.products import gram_block_product, gram_product
 from fullcp.features.rows import FeatureRows
 from fullcp.features.subset import select_parameters
 
-__all__ = ["FeatureRows", "Jacobian", "Network", "PerturbedNetwork", "gram_product", "select_parameters"]
+__all__ = [
+    "FeatureRows",
+    "Jacobian",
+    "Network",
+    "PerturbedNetwork",
+    "gram_block_product",
+    "gram_product",
+    "select_parameters",
+]

@@ -31,13 +31,26 @@ def gram_product(features: FeatureRows) -> Callable[[Tensor], Tensor]:
         return found
 
     def from_phi(v: Tensor) -> Tensor:
-        found = torch.zeros_like(v)
-        for _, phi in features.chunks("products"):
-            P = phi.flatten(0, 1).double()  # (n O, D)
-            found += P.T @ (P @ v)
-        return found
+        return _from_phi(features, v.unsqueeze(1)).squeeze(1)
 
     return without_phi if _trusted(features) else from_phi
+
+
+def gram_block_product(features: FeatureRows) -> Callable[[Tensor], Tensor]:
+    """V (D, m) -> S V: a chunk of phi serves all vectors; where not a row of it fits, they go one by one without."""
+    if features.jacobian.bytes_per_row() <= features.memory // 8:
+        return lambda V: _from_phi(features, V)
+    product = gram_product(features)  # networks of that size fill the machine with one vector
+    return lambda V: torch.stack([product(v) for v in V.T], 1)
+
+
+def _from_phi(features: FeatureRows, V: Tensor) -> Tensor:
+    """phi^T (phi V) for V (D, m)."""
+    found = torch.zeros_like(V, memory_format=torch.contiguous_format)
+    for _, phi in features.chunks("products"):
+        P = phi.flatten(0, 1).double()  # (n O, D)
+        found.addmm_(P.T, P @ V)
+    return found
 
 
 def _trusted(features: FeatureRows) -> bool:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.curvature import APPROXIMATE, STRUCTURES, Curvature, choose, fit_curvature, restore
+from fullcp.curvature import (
+    APPROXIMATE,
+    Curvature,
+    check_structure,
+    choose,
+    fit_curvature,
+    read_structure,
+    restore,
+)
 from fullcp.engine import Engine
 from fullcp.features import FeatureRows, Jacobian, Network, select_parameters
 from fullcp.influence import RESIDUALS, SCORES
@@ -47,12 +55,15 @@ class FullConformalRegressor(Predictor):
     ----------
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
-    curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
+    curvature : "auto", "full", "kfac", "last_layer", "diagonal", "low_rank" or "low_rank:200"
         The structure of the Gauss-Newton matrix. "full" is the exact one, in the primal or dual form that is cheaper.
         "last_layer" is exact for a linear model on what goes into the last nn.Linear layer. "kfac" (nn.Linear and
         nn.Conv2d layers) and "diagonal" are approximations for large networks: leverages of training rows can reach 1
-        there, where only the standard score exists. "auto" is "full" where that fits `memory` and takes minutes at the
-        most, else "kfac" if it knows the network's layers; `curvature_choice_` says which and why.
+        there, where only the standard score exists. "low_rank" is the full matrix as far as its largest eigenvalues
+        go, for many rows and many parameters: `curvature_.error` bounds what leverages lack, and falls to nothing as
+        the rank grows, which is chosen within `memory`, or given behind a colon. "auto" is "full" where that fits
+        `memory` and takes minutes at the most, else "kfac" if it knows the network's layers, else "low_rank";
+        `curvature_choice_` says which and why.
     score : "auto", "studentized", "standard" or "deleted"
         "auto" is "studentized" with exact curvature, "standard" with an approximation (the paper's findings).
     residuals : "auto", "absolute" or "signed"
@@ -205,7 +216,7 @@ class FullConformalRegressor(Predictor):
             )
 
     def _check_choices(self) -> None:
-        check_choice("curvature", self.curvature, STRUCTURES)
+        check_structure(self.curvature)
         check_choice("score", self.score, ("auto", *SCORES))
         check_choice("residuals", self.residuals, ("auto", *RESIDUALS))
         if not isinstance(self._is_refined(), bool):
@@ -216,7 +227,7 @@ class FullConformalRegressor(Predictor):
 
     def _resolve_score(self, structure: str) -> str:
         if self.score == "auto":
-            return "standard" if structure in APPROXIMATE else "studentized"
+            return "standard" if read_structure(structure)[0] in APPROXIMATE else "studentized"
         return self.score
 
     def _resolve_residuals(self, count: int, outputs: int) -> str:

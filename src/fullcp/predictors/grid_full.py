@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.candidates import count_intervals, count_tails, grid_over
-from fullcp.curvature import STRUCTURES, Curvature, choose, fit_curvature, restore
+from fullcp.curvature import Curvature, check_structure, choose, fit_curvature, restore
 from fullcp.features import FeatureRows, Jacobian, Network, PerturbedNetwork, select_parameters
 from fullcp.influence import RESIDUALS, direct_changepoints
 from fullcp.inputs import check_all_finite, check_choice
@@ -119,7 +119,7 @@ class GridFullConformalRegressor(CandidatePredictor):
     ----------
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, 1). It is never changed.
-    curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
+    curvature : "auto", "full", "kfac", "last_layer", "diagonal", "low_rank" or "low_rank:200"
         The structure of the Gauss-Newton matrix, see `FullConformalRegressor`.
     residuals : "absolute" or "signed"
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
@@ -185,7 +185,7 @@ class GridFullConformalRegressor(CandidatePredictor):
         X : array, tensor or frame (N, ...), or a DataLoader of (inputs, targets)
         y : (N,) or (N, 1); left out with a DataLoader
         """
-        check_choice("curvature", self.curvature, STRUCTURES)
+        check_structure(self.curvature)
         check_choice("residuals", self.residuals, RESIDUALS)
         check_choice("approach", self.approach, tuple(_WAYS))
         rows = self._read_data(X, y)

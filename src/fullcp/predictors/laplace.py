@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.curvature import STRUCTURES
+from fullcp.curvature import check_structure
 from fullcp.features import Network
-from fullcp.inputs import check_choice, read_label, read_levels
+from fullcp.inputs import read_label, read_levels
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.predictors.posterior import Posterior
 from fullcp.tuning import tuning_facts, tuning_from
@@ -29,7 +29,7 @@ class LaplaceRegressor(Predictor):
     ----------
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
-    curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
+    curvature : "auto", "full", "kfac", "last_layer", "diagonal", "low_rank" or "low_rank:200"
         See `FullConformalRegressor`.
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`: sigma^2 times the prior precision. "marglik"
@@ -86,7 +86,7 @@ class LaplaceRegressor(Predictor):
         X : array, tensor or frame (N, ...), or a DataLoader of (inputs, targets)
         y : (N,) or (N, O); left out with a DataLoader
         """
-        check_choice("curvature", self.curvature, STRUCTURES)
+        check_structure(self.curvature)
         noise = self._read_noise()
         rows = self._read_data(X, y)
         posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget(), self.parameters)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.curvature import STRUCTURES
+from fullcp.curvature import check_structure
 from fullcp.features import Network
 from fullcp.influence import RESIDUALS
 from fullcp.inputs import check_all_finite, check_choice, check_columns, check_row_shape
@@ -28,7 +28,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
     ----------
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
-    curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
+    curvature : "auto", "full", "kfac", "last_layer", "diagonal", "low_rank" or "low_rank:200"
         See `FullConformalRegressor`.
     l2 : "marglik", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
@@ -84,7 +84,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         X : array, tensor or frame (N, ...), or a DataLoader of (inputs, targets)
         y : (N,) or (N, O); left out with a DataLoader
         """
-        check_choice("curvature", self.curvature, STRUCTURES)
+        check_structure(self.curvature)
         check_choice("residuals", self.residuals, RESIDUALS)
         rows = self._read_data(X, y)
         posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget(), self.parameters)

@@ -3,7 +3,7 @@
 from fullcp.tuning.ascent import Ascent
 from fullcp.tuning.builders import evidence_of, evidence_of_many
 from fullcp.tuning.evidence import Evidence, Value
-from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral
+from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral, WithRest
 from fullcp.tuning.posthoc import Tuning, settle, tune, tuning_facts, tuning_from
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Spectral",
     "Tuning",
     "Value",
+    "WithRest",
     "evidence_of",
     "evidence_of_many",
     "settle",

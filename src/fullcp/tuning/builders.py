@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fullcp.curvature import last_layer_gram, spectrum
+from fullcp.curvature import last_layer_gram, low_rank_factor, low_rank_ranks, read_structure, spectrum
 from fullcp.features import FeatureRows
 from fullcp.tuning.evidence import Evidence
-from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral
+from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral, WithRest
 
 STRUCTURES = ("layer", "scalar")
 
@@ -30,7 +30,8 @@ def evidence_of(features: FeatureRows, e: Tensor, structure: str = "layer", curv
     structure : "layer" or "scalar"
         One prior precision a parameter tensor, or one for all.
     curvature : of which structure S is, see `fullcp.curvature`; `features` must be of the parameters that it wants.
-        The next fit of it to the same `features` takes up what is computed here.
+        The next fit of it to the same `features` takes up what is computed here. "low_rank" makes it a lower bound,
+        close where the rank is large enough for H: see `WithRest`.
     """
     parameters = [p.detach().reshape(-1) for p in features.jacobian.parameters.values()]
     sizes, squares = _groups([len(p) for p in parameters], torch.cat(parameters).unsqueeze(0), structure)
@@ -41,6 +42,9 @@ def evidence_of(features: FeatureRows, e: Tensor, structure: str = "layer", curv
 
 def _form_of(features: FeatureRows, observations: int, sizes: list[int], curvature: str) -> Form:
     """S of one network in the structure named."""
+    word, rank = read_structure(curvature)
+    if word == "low_rank":
+        return _form_of_low_rank(features, low_rank_ranks(features, rank)[-1], sizes)
     if curvature in ("kfac", "diagonal"):
         eigenvalues, tensor = spectrum(features, curvature)
         return Spectral(eigenvalues.unsqueeze(0), tensor if len(sizes) > 1 else torch.zeros_like(tensor), sizes)
@@ -111,6 +115,18 @@ def _groups(sizes: Sequence[int], theta: Tensor, structure: str) -> tuple[list[i
 
 def _form_of_gram(S: Tensor, sizes: list[int]) -> Form:
     return Gram(S, sizes) if len(sizes) > 1 else _spectral(S, sizes)
+
+
+def _form_of_low_rank(features: FeatureRows, rank: int, sizes: list[int]) -> Form:
+    """S = B B^T and a rest: the columns of B (D, k) are k rows of gradients as good as all, and have kernels."""
+    B = low_rank_factor(features, rank)
+    form = _form_of_kernels(_kernels_of([B.T], sizes).unsqueeze(0), sizes)
+    squares = torch.zeros(features.size, dtype=torch.float64, device=B.device)
+    for _, phi in features.chunks("marginal likelihood"):
+        squares += phi.flatten(0, 1).double().square().sum(0)
+    traces = torch.stack([part.sum() for part in torch.split(squares - B.square().sum(1), sizes)])
+    left = min(features.size, features.count * features.outputs) - B.shape[1]  # the rank that the rest can have
+    return WithRest(form, traces.unsqueeze(0), torch.tensor(sizes, device=B.device).clamp(max=left))
 
 
 def _form_of_kernels(K: Tensor, sizes: list[int]) -> Form:

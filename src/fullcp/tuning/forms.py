@@ -222,6 +222,47 @@ class Repeated:
         return self.times * gamma, self.times * J
 
 
+class WithRest:
+    """S known but for a positive semidefinite rest, of which no more than traces and ranks are known, from above.
+
+    In scaled columns det(I + S_k + E) <= det(I + S_k) det(I + E), and of all E with these traces and ranks in the
+    groups, that of equal eigenvalues has the largest determinant. So log det H is at most what this form says (and at
+    least what S_k alone says): the marginal likelihood is a lower bound, and its maximum a safe one, where without the
+    rest a group that S_k misses would seem to need no penalty. Small rests count as they are, to first order.
+
+    Parameters
+    ----------
+    form : of S_k.
+    traces : Tensor (B, G)
+        Of the rest, in the columns of each group.
+    ranks : Tensor (G,)
+        Of the rest, at most.
+    """
+
+    def __init__(self, form: Form, traces: Tensor, ranks: Tensor):
+        self.form = form
+        self.sizes, self.exact_is_cheap = form.sizes, form.exact_is_cheap
+        self.ranks = ranks.to(traces)
+        self.each = traces.clamp(min=0) / self.ranks.clamp(min=1)  # the equal eigenvalues
+
+    def log_det(self, l2: Tensor) -> Tensor:
+        """Log det H (B,), from above."""
+        return self.form.log_det(l2) + torch.log1p(self.each / l2) @ self.ranks
+
+    def determinant(self, l2: Tensor) -> tuple[Tensor, Tensor]:
+        """Log det H (B,) and gamma (B, G), its derivative."""
+        log_det, gamma = self.form.determinant(l2)
+        ratio = self.each / l2
+        return log_det + torch.log1p(ratio) @ self.ranks, gamma + self.ranks * ratio / (1 + ratio)
+
+    def slope(self, l2: Tensor) -> tuple[Tensor, Tensor]:
+        """Gamma (B, G) and J (B, G, G)."""
+        gamma, J = self.form.slope(l2)
+        ratio = self.each / l2
+        part = self.ranks * ratio / (1 + ratio)
+        return gamma + part, J - torch.diag_embed(part / (1 + ratio))
+
+
 def _as_sizes(sizes: Tensor | Sequence[int], like: Tensor) -> Tensor:
     return torch.as_tensor(sizes, dtype=torch.float64, device=like.device)
 

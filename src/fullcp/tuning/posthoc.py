@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fullcp.curvature import low_rank_error, low_rank_ranks, read_structure
 from fullcp.features import FeatureRows
 from fullcp.tuning.builders import evidence_of
+from fullcp.tuning.evidence import Evidence
 
 # exp(-16) to exp(16) in precision and variance: wide enough for standardised data, narrow enough for float64.
 _BOUND = 16.0
@@ -50,13 +52,26 @@ def tune(features: FeatureRows, e: Tensor, *, structure: str = "auto", curvature
     structure : "layer", "scalar" or "auto"
         "auto" is one l2 a parameter tensor up to 2,000 parameters or rows, whichever is fewer; beyond (and where the
         kernels of a large network exceed the memory budget) one for all, which takes a single eigendecomposition.
-    curvature : the structure of S; KFAC and diagonal curvature are decomposed once, whatever the number of l2.
+    curvature : the structure of S; KFAC and diagonal curvature are decomposed once, whatever the number of l2. With
+        "low_rank" a lower bound of the marginal likelihood is maximised, which holds what S lacks by its trace
+        alone (see `WithRest`); the rank grows until leverages are known to one per cent at the l2 that comes out.
     """
-    from scipy.optimize import minimize
-
     if structure == "auto":
         structure = _structure_within(features, curvature)
-    evidence = evidence_of(features, e, structure, curvature)
+    word, given = read_structure(curvature)
+    if word != "low_rank":
+        return _maximise(evidence_of(features, e, structure, curvature), e, structure)
+    for rank in low_rank_ranks(features, given):
+        tuning = _maximise(evidence_of(features, e, structure, f"low_rank:{rank}"), e, structure)
+        if low_rank_error(features, tuning.l2).is_small:
+            break
+    return tuning
+
+
+def _maximise(evidence: Evidence, e: Tensor, structure: str) -> Tuning:
+    """The l2 and noise of the largest marginal likelihood, for residuals e (N, O)."""
+    from scipy.optimize import minimize
+
     start = np.zeros(evidence.groups + 1)
     start[-1] = np.log(max(float(evidence.squared_error) / e.numel(), 1e-6))
 
@@ -75,6 +90,11 @@ def tune(features: FeatureRows, e: Tensor, *, structure: str = "auto", curvature
 def _structure_within(features: FeatureRows, curvature: str) -> str:
     if curvature in ("kfac", "diagonal"):
         return "layer"
+    word, rank = read_structure(curvature)
+    if word == "low_rank":
+        most = low_rank_ranks(features, rank)[-1]
+        kernels = 8 * len(features.jacobian.parameters) * most**2
+        return "layer" if most <= _MOST_FOR_LAYERS and kernels <= features.memory // 2 else "scalar"
     if curvature == "last_layer":
         return "layer" if features.size <= _MOST_FOR_LAYERS * features.outputs else "scalar"
     n, groups = features.count * features.outputs, len(features.jacobian.parameters)
