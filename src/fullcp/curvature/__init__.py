@@ -9,9 +9,11 @@ from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
 from fullcp.curvature.diagonal import diagonal_blocks, fit_diagonal
 from fullcp.curvature.eigen import Block, restore_eigen
 from fullcp.curvature.full import fit_full, restore_full
+from fullcp.curvature.kernels import KernelCurvature
 from fullcp.curvature.kfac import fit_kfac, kfac_blocks
 from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, restore_last_layer
 from fullcp.curvature.penalty import expand_l2
+from fullcp.curvature.points import linear_change, look_at, points_within
 from fullcp.curvature.ridge import RefinementWarning
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.features.penultimate import last_layer_parameters
@@ -29,6 +31,7 @@ _BLOCKS: dict[str, Callable[[FeatureRows], list[Block]]] = {"kfac": kfac_blocks,
 __all__ = [
     "STRUCTURES",
     "Curvature",
+    "KernelCurvature",
     "NotPositiveDefiniteError",
     "Query",
     "RefinementWarning",
@@ -36,6 +39,9 @@ __all__ = [
     "fit_curvature",
     "jacobian_for",
     "last_layer_gram",
+    "linear_change",
+    "look_at",
+    "points_within",
     "restore",
     "spectrum",
 ]

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fullcp.curvature.base import NotPositiveDefiniteError
 
+LEAST_IN_DUAL = 1e3  # what `cholesky` asks for there, because slacks are read off the inverse
+
 
 def gram_blocks(columns: Tensor, outputs: int) -> Tensor:
     """The O x O blocks of columns^T columns, (m, O, O), for columns (d, m O)."""
@@ -22,7 +24,7 @@ def cholesky(H: Tensor, blame: Callable[[int], str], *, least: float = 1.0) -> T
     """Lower factor of H, in H's own memory; no jitter is ever added.
 
     A pivot that keeps less than `least` D eps of its diagonal entry is rounding noise: the factor would be one of
-    chance. The dual form asks for more, because it reads slacks off the inverse.
+    chance. The dual form asks for more.
     """
     L, info = torch.linalg.cholesky_ex(H)
     if info.item() > 0:

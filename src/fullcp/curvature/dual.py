@@ -11,12 +11,49 @@ import torch
 from torch import Tensor
 
 from fullcp.curvature.base import Query
-from fullcp.curvature.cholesky import cholesky, gram_blocks
+from fullcp.curvature.cholesky import LEAST_IN_DUAL, cholesky, gram_blocks
 from fullcp.features import FeatureRows
 from fullcp.progress import track
 
 
-class DualCurvature:
+class DualForm:
+    """What the dual forms share: the factor of G = I + K, and what follows from it alone.
+
+    Parameters
+    ----------
+    features : gradients of the training rows.
+    diagonal : Tensor (D,)
+        The penalty.
+    factor : L of G (n, n); None computes it.
+    """
+
+    stands_alone = False
+
+    def __init__(self, features: FeatureRows, diagonal: Tensor, factor: Tensor | None = None):
+        self.features = features
+        self.diagonal = diagonal
+        self.factor = cholesky(self._gram(), self._blame, least=LEAST_IN_DUAL) if factor is None else factor
+
+    def slack(self) -> Tensor:
+        """I - V_i = the diagonal blocks of G^-1, (N, O, O)."""
+        N, O = self.features.count, self.features.outputs
+        blocks = torch.cholesky_inverse(self.factor).view(N, O, N, O)
+        return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+    def _gram(self) -> Tensor:
+        """G, of which the lower triangle is filled."""
+        raise NotImplementedError
+
+    def _blame(self, row: int) -> str:
+        example = row // self.features.outputs
+        return (
+            f"I + phi diag(1/l2) phi^T is singular in float64 at row {example} of X: the smallest l2, "
+            f"{self.diagonal.min().item():.3g}, is too small for gradients of this size (or the row repeats earlier "
+            "ones); raise l2"
+        )
+
+
+class DualCurvature(DualForm):
     """H through G = I + K, K = phi diag(1/l2) phi^T, an n x n Cholesky factor: right for D > N O.
 
     With phi' = phi / sqrt(l2): a = G^-1 phi'_train phi'^T are the cross leverages, and r = phi' - phi'_train^T a is
@@ -24,11 +61,8 @@ class DualCurvature:
     """
 
     name = "full, dual"
-    stands_alone = False
 
     def __init__(self, features: FeatureRows, diagonal: Tensor, *, factor: Tensor | None = None):
-        self.features = features
-        self.diagonal = diagonal
         self.root = diagonal.rsqrt()  # 1 / sqrt(l2), (D,)
         self._held: Tensor | None = None  # phi' of all rows, (n, D), where it fits: each query passes over it twice
         if 8 * features.count * features.outputs * features.size <= features.memory // 2:
@@ -40,15 +74,7 @@ class DualCurvature:
             features.release()
         else:
             features.hold()
-        if factor is None:
-            factor = cholesky(self._gram(), self._blame, least=1e3)
-        self.factor = factor  # L of G, (n, n)
-
-    def slack(self) -> Tensor:
-        """I - V_i = the diagonal blocks of G^-1, (N, O, O)."""
-        N, O = self.features.count, self.features.outputs
-        blocks = torch.cholesky_inverse(self.factor).view(N, O, N, O)
-        return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+        super().__init__(features, diagonal, factor)
 
     def leverage(self, phi: Tensor) -> Tensor:
         """V of test points (m, O, D): (m, O, O)."""
@@ -131,11 +157,3 @@ class DualCurvature:
     def _scaled(self, phi: Tensor) -> Tensor:
         """The rows phi' = phi / sqrt(l2), (n O, D)."""
         return phi.flatten(0, 1).double() * self.root
-
-    def _blame(self, row: int) -> str:
-        example = row // self.features.outputs
-        smallest = (1 / self.root**2).min().item()
-        return (
-            f"I + phi diag(1/l2) phi^T is singular in float64 at row {example} of X: the smallest l2, {smallest:.3g}, "
-            f"is too small for gradients of this size (or the row repeats earlier ones); raise l2"
-        )

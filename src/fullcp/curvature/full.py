@@ -14,8 +14,9 @@ from torch import Tensor
 from fullcp.curvature.base import Curvature, Query
 from fullcp.curvature.cholesky import cholesky, gram_blocks
 from fullcp.curvature.dual import DualCurvature
+from fullcp.curvature.kernels import KernelCurvature
 from fullcp.curvature.penalty import expand_l2
-from fullcp.features import FeatureRows
+from fullcp.features import FeatureRows, kernel_rows
 
 
 def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str | None = None) -> Curvature:
@@ -27,28 +28,28 @@ def fit_full(features: FeatureRows, l2: object, *, cross: bool = True, form: str
     l2 : the ridge penalty, see `fullcp.curvature.penalty`.
     cross : bool
         Whether training and cross leverages will be asked for, and so the rows again.
-    form : "primal", "dual" or None
-        None takes primal for D <= N O, where it is the cheaper and the more exact one, and where l2 has a zero.
+    form : "primal", "dual", "kernels" or None
+        None takes primal for D <= N O, where it is the cheaper and the more exact one, and where l2 has a zero. Else it
+        takes dual, and kernels where gradients of all rows exceed the memory budget.
     """
     return factorise(features, expand_l2(l2, features.jacobian.parameters, features.x.device), cross=cross, form=form)
 
 
 def factorise(features: FeatureRows, diagonal: Tensor, *, cross: bool = True, form: str | None = None) -> Curvature:
     """The same for a penalty (D,) that is already spread over the columns of phi."""
-    if form is None:
-        rows = features.count * features.outputs
-        form = "primal" if features.size <= rows or bool((diagonal == 0).any()) else "dual"
-    size = features.size if form == "primal" else features.count * features.outputs
-    _check_memory(form, size, features.x.device)
-    if cross and form == "primal":
-        features.hold()
-    if form == "primal":
+    n = features.count * features.outputs
+    if form == "primal" or (form is None and (features.size <= n or bool((diagonal == 0).any()))):
+        _check_memory("primal", features.size, features.x.device)
+        if cross:
+            features.hold()
         return PrimalCurvature(features, diagonal)
+    _check_memory("dual", n, features.x.device)
     if (diagonal == 0).any():
         raise ValueError(
             f"l2 must be positive everywhere in the dual form, entry {int((diagonal == 0).nonzero()[0])} is 0"
         )
-    return DualCurvature(features, diagonal)
+    rows = kernel_rows(features, wanted=form == "kernels") if form != "dual" else None
+    return DualCurvature(features, diagonal) if rows is None else KernelCurvature(features, diagonal, rows)
 
 
 def restore_full(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:
@@ -56,6 +57,10 @@ def restore_full(features: FeatureRows, state: dict[str, Tensor]) -> Curvature:
     if "primal_factor" in state:
         features.hold()
         return PrimalCurvature(features, state["l2"], factor=state["primal_factor"])
+    if "kernel_factor" in state:
+        rows = kernel_rows(features, wanted=True)
+        assert rows is not None
+        return KernelCurvature(features, state["l2"], rows, factor=state["kernel_factor"])
     return DualCurvature(features, state["l2"], factor=state["dual_factor"])
 
 

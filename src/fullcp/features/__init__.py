@@ -1,9 +1,10 @@
 """phi: per-sample gradients of a module, in row chunks."""
 
 from fullcp.features.jacobian import Jacobian
+from fullcp.features.kernels import KernelRows, kernel_rows
 from fullcp.features.network import Network
 from fullcp.features.perturbed import PerturbedNetwork
 from fullcp.features.products import gram_product
 from fullcp.features.rows import FeatureRows
 
-__all__ = ["FeatureRows", "Jacobian", "Network", "PerturbedNetwork", "gram_product"]
+__all__ = ["FeatureRows", "Jacobian", "KernelRows", "Network", "PerturbedNetwork", "gram_product", "kernel_rows"]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, jacobian_for, restore
+from fullcp.curvature import STRUCTURES, Curvature, fit_curvature, jacobian_for, linear_change, restore
 from fullcp.engine import Engine
 from fullcp.features import FeatureRows, Jacobian, Network
 from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
-from fullcp.refinement import linear_change, refine, relative_shift
+from fullcp.refinement import refine, relative_shift
 from fullcp.regions import Interval, rows_needed
 from fullcp.tuning import settle, tuning_facts, tuning_from
 
@@ -234,7 +234,7 @@ class FullConformalRegressor(Predictor):
         return self._step is not None
 
     def _center(self, f: Tensor, phi: Tensor | None) -> Tensor:
-        return f if self._step is None or phi is None else f + linear_change(phi, self._step)
+        return f if self._step is None or phi is None else f + linear_change(self.curvature_, phi, self._step)
 
     def _offsets(self, batch: Batch, levels: list[Fraction]) -> Tensor:
         return self._engine.intervals(_phi(batch), levels)
