@@ -49,9 +49,10 @@ class FullConformalRegressor(Predictor):
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto", "full", "kfac", "last_layer" or "diagonal"
         The structure of the Gauss-Newton matrix. "auto" is "full", the exact one, in the primal or dual form that is
-        cheaper. "last_layer" is exact for a linear model on what goes into the last nn.Linear layer. "kfac" (nn.Linear
-        and nn.Conv2d layers) and "diagonal" are approximations for large networks: leverages of training rows can
-        reach 1 there, where only the standard score exists; pass score="standard" with them.
+        cheaper; up to some 20,000 rows it serves networks of millions of parameters. "last_layer" is exact for a linear
+        model on what goes into the last nn.Linear layer. "kfac" (nn.Linear and nn.Conv2d layers) and "diagonal" are
+        approximations for large networks: leverages of training rows can reach 1 there, where only the standard score
+        exists; pass score="standard" with them.
     score : "studentized", "standard" or "deleted"
     residuals : "auto", "absolute" or "signed"
         "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
