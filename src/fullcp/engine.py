@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from fullcp.curvature import Curvature
+from fullcp.curvature import Curvature, points_within
 from fullcp.features import FeatureRows
 from fullcp.influence import absolute_changepoints, score_lines, signed_changepoints, signed_changepoints_blocks
 from fullcp.inputs import check_all_finite
@@ -55,7 +55,8 @@ class Engine:
         in_flight = 12 * 8 * min(features.chunk, N) * O * O  # the arrays of one chunk of training rows
         bytes_per_point = 2 * 8 * N * O + 2 * 8 * N * O * O + in_flight
         self.points = min(
-            rows_within(memory // 4, bytes_per_point, at_most=4096), features.jacobian.rows_per_chunk(memory // 8)
+            rows_within(memory // 4, bytes_per_point, at_most=4096),
+            points_within(curvature, features.jacobian, memory // 8),
         )
 
     def intervals(self, phi: Tensor, levels: list[Fraction]) -> Tensor:

@@ -27,8 +27,3 @@ def relative_shift(e: Tensor, refined: Tensor) -> float:
     """Root mean square change of the training predictions, as a multiple of the residuals after it."""
     change, left = (refined - e).square().mean().sqrt(), refined.square().mean().sqrt()
     return float(change / left.clamp(min=torch.finfo(e.dtype).tiny))
-
-
-def linear_change(phi: Tensor, step: Tensor) -> Tensor:
-    """Phi Delta, what the step adds to the predictions: (n, O) for phi (n, O, D)."""
-    return phi.double() @ step

@@ -10,6 +10,7 @@ from fullcp.curvature.choice import Choice, choose
 from fullcp.curvature.diagonal import diagonal_blocks, fit_diagonal, restore_diagonal
 from fullcp.curvature.eigen import Block
 from fullcp.curvature.full import fit_full, restore_full
+from fullcp.curvature.kernels import KernelCurvature
 from fullcp.curvature.kfac import fit_kfac, kfac_blocks, restore_kfac
 from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, restore_last_layer
 from fullcp.curvature.low_rank import (
@@ -21,6 +22,7 @@ from fullcp.curvature.low_rank import (
     restore_low_rank,
 )
 from fullcp.curvature.penalty import expand_l2
+from fullcp.curvature.points import linear_change, look_at, points_within
 from fullcp.curvature.ridge import RefinementWarning
 from fullcp.curvature.words import STRUCTURES, check_structure, read_structure
 from fullcp.features import FeatureRows, Jacobian
@@ -41,6 +43,7 @@ __all__ = [
     "STRUCTURES",
     "Choice",
     "Curvature",
+    "KernelCurvature",
     "LowRankWarning",
     "NotPositiveDefiniteError",
     "Query",
@@ -51,9 +54,12 @@ __all__ = [
     "fit_curvature",
     "jacobian_for",
     "last_layer_gram",
+    "linear_change",
+    "look_at",
     "low_rank_error",
     "low_rank_factor",
     "low_rank_ranks",
+    "points_within",
     "read_structure",
     "restore",
     "spectrum",

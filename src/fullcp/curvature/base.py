@@ -44,7 +44,10 @@ class Curvature(Protocol):
         """
 
     def leverage(self, phi: Tensor) -> Tensor:
-        """V = phi H^-1 phi^T of test points phi (m, O, D): (m, O, O)."""
+        """V = phi H^-1 phi^T of test points phi (m, O, D): (m, O, O).
+
+        Here and in `query`, what `look_at` gives of them: where phi is too large, they come as they are, (m, ...).
+        """
 
     def query(self, phi: Tensor) -> Query:
         """Leverages and cross leverages of test points phi (m, O, D)."""

@@ -1,6 +1,7 @@
 """phi: per-sample gradients of a module, in row chunks."""
 
 from fullcp.features.jacobian import Jacobian
+from fullcp.features.kernels import KernelRows, kernel_rows
 from fullcp.features.network import Network
 from fullcp.features.perturbed import PerturbedNetwork
 from fullcp.features.products import gram_block_product, gram_product
@@ -10,9 +11,11 @@ from fullcp.features.subset import select_parameters
 __all__ = [
     "FeatureRows",
     "Jacobian",
+    "KernelRows",
     "Network",
     "PerturbedNetwork",
     "gram_block_product",
     "gram_product",
+    "kernel_rows",
     "select_parameters",
 ]

@@ -20,10 +20,12 @@ from fullcp.features.gradients import (
 )
 from fullcp.features.network import Network, normal
 from fullcp.features.preserve import parameters_by_name, preserved
+from fullcp.memory import rows_within
 
 # What two ways to the same gradient may differ by, relative to the largest entry; above it one of them is wrong.
 _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}
 _AGREEMENT_HALF = 5e-2
+_PROBE_BYTES = 2**28  # what the gradients of rows to probe with may take, unless there are two
 _WAYS: list[type[LinearGradients] | type[FunctionalGradients] | type[LoopGradients]] = [
     LinearGradients,
     FunctionalGradients,
@@ -69,8 +71,9 @@ class Jacobian(Network):
     def _examine(self, probe: Tensor) -> None:
         named = parameters_by_name(self.model).items()
         self._trainable = [name for name, p in named if p.requires_grad and (self._only is None or name in self._only)]
+        most = max(2, rows_within(_PROBE_BYTES, 8 * self.outputs * self.size, at_most=len(probe)))
         with preserved(self.model, self._trainable):
-            self._gradients = self._choose(probe)
+            self._gradients = self._choose(probe[:most])
 
     def facts(self) -> dict[str, Any]:
         """What probing found, with the way and the names of the parameters that count."""

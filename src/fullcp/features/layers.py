@@ -36,6 +36,24 @@ def recording(modules: Collection[nn.Module]) -> Iterator[list[Call]]:
 
 
 @dataclass(frozen=True)
+class Use:
+    """One use of a module when n rows pass through a network.
+
+    Attributes
+    ----------
+    module : the module.
+    x : Tensor
+        What went in.
+    g : Tensor (O, ...)
+        The gradient of each output in what came out.
+    """
+
+    module: Any
+    x: Tensor
+    g: Tensor
+
+
+@dataclass(frozen=True)
 class Signal:
     """One use of a layer by n rows at T positions each: T is 1 for a dense layer, the pixels of a convolution.
 
@@ -73,9 +91,9 @@ def layers_of(model: nn.Module) -> list[Layer]:
     ]
 
 
-def signals(model: nn.Module, layers: Collection[nn.Module], x: Tensor) -> list[Signal]:
-    """The signals of each use of the layers when `model` predicts the rows x (n, ...): one backward pass an output."""
-    with recording(layers) as calls:
+def uses(model: nn.Module, modules: Collection[nn.Module], x: Tensor) -> tuple[Tensor, list[Use]]:
+    """Outputs (n, O) of the rows x (n, ...), and each use of the modules on the way: one backward pass an output."""
+    with recording(modules) as calls:
         f = as_rows(model(normal(x)), len(x))
     calls = [call for call in calls if call[2].requires_grad]
     outputs = [z for _, _, z in calls]
@@ -84,18 +102,26 @@ def signals(model: nn.Module, layers: Collection[nn.Module], x: Tensor) -> list[
         for fo in f.unbind(1)
         if calls
     ]
+    found = [
+        Use(module, a, torch.stack([gradients[k] for gradients in back])) for k, (module, a, _) in enumerate(calls)
+    ]
+    return f.detach(), found
+
+
+def signals(model: nn.Module, layers: Collection[nn.Module], x: Tensor) -> list[Signal]:
+    """The signals of each use of the layers when `model` predicts the rows x (n, ...): one backward pass an output."""
     found = []
-    for k, (module, a, _) in enumerate(calls):
-        g = torch.stack([gradients[k] for gradients in back])  # (O, n, ...)
+    for use in uses(model, layers, x)[1]:
+        module, a, g = use.module, use.x, use.g  # g (O, n, ...)
         if isinstance(module, nn.Conv2d):
-            found.append(Signal(module, _patches(module, a), g.flatten(3).mT))
+            found.append(Signal(module, patches(module, a), g.flatten(3).mT))
         else:
             shape = len(x), a.numel() // (len(x) * a.shape[-1])  # n, T
             found.append(Signal(module, a.reshape(*shape, -1), g.reshape(len(g), *shape, -1)))
     return found
 
 
-def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
+def patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """What the kernel of a convolution sees of x (n, channels, height, width) at each position, (n, T, in)."""
     if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode

@@ -102,13 +102,18 @@ class Network:
         """How many rows can be handled at once within `budget` bytes."""
         return rows_within(budget, self.bytes_per_row(), at_most=_MOST_ROWS)
 
+    def rows_per_pass(self, budget: int) -> int:
+        """How many rows can pass through at once within `budget` bytes where their gradients are not wanted."""
+        return rows_within(budget, Network.bytes_per_row(self), at_most=_MOST_ROWS)
+
     def _measure_activations(self, probe: Tensor) -> int:
         """Bytes that autograd would keep of the probe for a backward pass."""
         kept = 0
+        weights = {p.data_ptr() for p in self.model.parameters()}
 
         def pack(saved: Tensor) -> Tensor:
             nonlocal kept
-            kept += prod(saved.shape) * saved.element_size()
+            kept += prod(saved.shape) * saved.element_size() if saved.data_ptr() not in weights else 0
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):

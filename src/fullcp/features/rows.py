@@ -51,6 +51,11 @@ class FeatureRows:
         """Let go of what was held."""
         self.holds, self._held, self._gram = False, None, None
 
+    def forgo(self) -> None:
+        """No gradients will be asked for: let go of what was held, and make chunks as large as the rows allow."""
+        self.release()
+        self.chunk = self.jacobian.rows_per_pass(self.memory // 8)
+
     def gram(self, *, keep: bool = False) -> Tensor:
         """sum_i phi_i phi_i^T, float64 (D, D); with `keep`, the next call has it without another pass."""
         S, self._gram = self._gram, None
@@ -109,5 +114,7 @@ class FeatureRows:
     def predictions(self) -> Tensor:
         """The model's outputs for all rows, float64 (N, O)."""
         if self._predictions is None:
-            self._predictions = torch.cat([self.jacobian.predict(self.x[rows]).double() for rows in self.slices()])
+            size = self.jacobian.rows_per_pass(self.memory // 8)
+            chunks = [self.x[start : start + size] for start in range(0, self.count, size)]
+            self._predictions = torch.cat([self.jacobian.predict(x).double() for x in chunks])
         return self._predictions

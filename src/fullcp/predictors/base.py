@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from fullcp.curvature import Curvature, look_at, points_within
 from fullcp.features import Network
 from fullcp.files import read_file, write_file
 from fullcp.inputs import (
@@ -56,7 +57,8 @@ class InfiniteIntervalWarning(UserWarning):
 class Batch:
     """Some test points x (m, ...): predictions f (m, O) in float64 and, for methods that need them, phi (m, O, D).
 
-    `output` is what the network said, (m, K) in float64, before the method made predictions of it.
+    In place of phi stands x where the curvature asks for no more (see `fullcp.curvature.look_at`). `output` is what the
+    network said, (m, K) in float64, before the method made predictions of it.
     """
 
     x: Tensor
@@ -298,9 +300,13 @@ class Predictor(ABC):
         """Whether point predictions need gradients, too."""
         return False
 
+    def _curvature(self) -> Curvature | None:
+        """The curvature that test points are asked about, if there is one."""
+        return getattr(self, "curvature_", None)
+
     def _points_at_once(self) -> int:
         """How many test points one batch may hold."""
-        return self.network_.rows_per_chunk(self._budget() // 8)
+        return points_within(self._curvature(), self.network_, self._budget() // 8)
 
     def _center(self, f: Tensor, phi: Tensor | None) -> Tensor:
         """The point prediction, from the network's output f (m, O) in float64."""
@@ -392,13 +398,13 @@ class Predictor(ABC):
     def _batches(self, x: Tensor, *, gradients: bool | None = None) -> Iterator[tuple[slice, Batch]]:
         """The test points in batches, with their gradients where the method (or the caller) asks for them."""
         gradients = self._needs_gradients() if gradients is None else gradients
-        size = self._points_at_once() if gradients else self.network_.rows_per_chunk(self._budget() // 8)
+        size = self._points_at_once() if gradients else self.network_.rows_per_pass(self._budget() // 8)
         starts = range(0, len(x), size)
         for start in track(starts, "predicting", len(starts)):
             where = slice(start, min(start + size, len(x)))
             phi: Tensor | None = None
             if gradients:
-                f, phi = self.network_(x[where])  # type: ignore[operator]
+                f, phi = look_at(self._curvature(), self.network_, x[where])
             else:
                 f = self.network_.predict(x[where])
             check_all_finite(start, {"outputs": f, "gradients": phi})

@@ -16,6 +16,7 @@ from fullcp.curvature import (
     check_structure,
     choose,
     fit_curvature,
+    linear_change,
     read_structure,
     restore,
 )
@@ -24,7 +25,7 @@ from fullcp.features import FeatureRows, Jacobian, Network, select_parameters
 from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
-from fullcp.refinement import linear_change, refine, relative_shift
+from fullcp.refinement import refine, relative_shift
 from fullcp.regions import Interval, rows_needed
 from fullcp.tuning import settle, tuning_facts, tuning_from
 
@@ -56,7 +57,8 @@ class FullConformalRegressor(Predictor):
     model : torch.nn.Module
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto", "full", "kfac", "last_layer", "diagonal", "low_rank" or "low_rank:200"
-        The structure of the Gauss-Newton matrix. "full" is the exact one, in the primal or dual form that is cheaper.
+        The structure of the Gauss-Newton matrix. "full" is the exact one, in the primal or dual form that is cheaper;
+        up to some 20,000 rows it serves networks of millions of parameters.
         "last_layer" is exact for a linear model on what goes into the last nn.Linear layer. "kfac" (nn.Linear and
         nn.Conv2d layers) and "diagonal" are approximations for large networks: leverages of training rows can reach 1
         there, where only the standard score exists. "low_rank" is the full matrix as far as its largest eigenvalues
@@ -264,7 +266,7 @@ class FullConformalRegressor(Predictor):
         return self._step is not None
 
     def _center(self, f: Tensor, phi: Tensor | None) -> Tensor:
-        return f if self._step is None or phi is None else f + linear_change(phi, self._step)
+        return f if self._step is None or phi is None else f + linear_change(self.curvature_, phi, self._step)
 
     def _offsets(self, batch: Batch, levels: list[Fraction]) -> Tensor:
         return self._engine.intervals(_phi(batch), levels)

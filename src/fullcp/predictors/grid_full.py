@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from fullcp.candidates import count_intervals, count_tails, grid_over
-from fullcp.curvature import Curvature, check_structure, choose, fit_curvature, restore
+from fullcp.curvature import Curvature, KernelCurvature, check_structure, choose, fit_curvature, restore
 from fullcp.features import FeatureRows, Jacobian, Network, PerturbedNetwork, select_parameters
 from fullcp.influence import RESIDUALS, direct_changepoints
 from fullcp.inputs import check_all_finite, check_choice
@@ -61,9 +61,8 @@ class _Indirect:
 
     def tails(self, batch: Batch, labels: Tensor, budget: int) -> Tensor:
         """Tails (T, m, K) of the labels (m, K)."""
-        assert batch.phi is not None
         m, K = labels.shape
-        phi = batch.phi[:, 0].double()
+        phi = self._gradients(batch)
         v = self.curvature.solve(phi.T).T.contiguous()  # H^-1 phi, (m, D)
         check_all_finite(None, {"leverages": (phi * v).sum(1, keepdim=True)})
         y, r = labels.flatten(), (labels - batch.f).flatten()
@@ -80,6 +79,12 @@ class _Indirect:
         """How many test points to take at a time."""
         per_point = 8 * (8 * candidates + 4 * self.features.size)
         return rows_within(budget // 8, per_point, at_most=_MOST_POINTS)
+
+    def _gradients(self, batch: Batch) -> Tensor:
+        """Phi, (m, D): here nothing less will do, since weights move along H^-1 phi."""
+        assert batch.phi is not None
+        given = not isinstance(self.curvature, KernelCurvature)
+        return (batch.phi if given else self.features.jacobian(batch.x)[1])[:, 0].double()
 
     def _tails_at(self, weights: dict[str, Tensor], x: Tensor, y: Tensor, size: int) -> Tensor:
         """Tails (T, P) for P sets of weights, each made for its new row x_p and label y_p."""

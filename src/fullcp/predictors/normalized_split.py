@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from fullcp.curvature import check_structure
+from fullcp.curvature import check_structure, look_at
 from fullcp.features import Network
 from fullcp.influence import RESIDUALS
 from fullcp.inputs import check_all_finite, check_choice, check_columns, check_row_shape
@@ -121,7 +121,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         return self._fit_settings
 
     def _evaluate(self, network: Network, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        f, phi = self._posterior.jacobian(x)
+        f, phi = look_at(self._posterior.curvature, self._posterior.jacobian, x)
         check_all_finite(start, {"outputs": f, "gradients": phi})
         return f.double(), self._posterior.spread(phi)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from fullcp.curvature import points_within
 from fullcp.features import Network
 from fullcp.influence import RESIDUALS
 from fullcp.inputs import Rows, check_all_finite, check_choice
@@ -67,7 +68,7 @@ class SplitConformalRegressor(Predictor):
         """Residuals e (N, O) and normalisers (N, O) of the calibration rows."""
         y = self._check_targets(network, rows)
         parts = []
-        size = network.rows_per_chunk(self._budget() // 8)
+        size = points_within(self._curvature(), network, self._budget() // 8)
         for start in range(0, len(rows.x), size):
             x = rows.x[start : start + size]
             f, normaliser = self._evaluate(network, x, start)

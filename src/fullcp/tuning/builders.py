@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fullcp.curvature import last_layer_gram, low_rank_factor, low_rank_ranks, read_structure, spectrum
-from fullcp.features import FeatureRows
+from fullcp.features import FeatureRows, kernel_rows
 from fullcp.tuning.evidence import Evidence
 from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral, WithRest
 
@@ -53,7 +53,10 @@ def _form_of(features: FeatureRows, observations: int, sizes: list[int], curvatu
         return Repeated(_form_of_gram(S.unsqueeze(0), [size // outputs for size in sizes]), outputs)
     if features.size <= observations:
         return _form_of_gram(features.gram(keep=True).unsqueeze(0), sizes)  # the curvature will want it too
-    return _form_of_kernels(_kernels(features, sizes).unsqueeze(0), sizes)
+    rows = kernel_rows(features)
+    names = list(features.jacobian.parameters)
+    K = rows.kernels([[name] for name in names] if len(sizes) > 1 else [names]) if rows else _kernels(features, sizes)
+    return _form_of_kernels(K.unsqueeze(0), sizes)
 
 
 def evidence_of_many(
