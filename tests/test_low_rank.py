@@ -167,7 +167,7 @@ def test_rows_in_another_order_or_other_chunks_give_the_same(curvature):
     expected = fit(features, curvature, 0.1)
     phi = features.jacobian(X[:9] + 0.2)[1]
     order = torch.randperm(len(X))
-    for rows, memory in ((X[order], 10**8), (X, 2 * 10**6), (X[order], 2 * 10**6)):
+    for rows, memory in ((X[order], 10**8), (X, 4 * 10**6), (X[order], 4 * 10**6)):
         found = fit(FeatureRows(features.jacobian, rows, memory=memory), curvature, 0.1)
         assert found.name == expected.name
         torch.testing.assert_close(found.leverage(phi), expected.leverage(phi), rtol=1e-8, atol=0)
@@ -201,6 +201,15 @@ class TestRank:
             warnings.simplefilter("error")
             fit_curvature(features, "low_rank:120", 0.1)
             fit_curvature(features, "low_rank", 0.1)
+
+    @pytest.mark.parametrize(
+        ("top", "ranks"), [(1, [1]), (64, [64]), (90, [90]), (100, [64, 100]), (270, [64, 128, 270])]
+    )
+    def test_double_up_to_the_budget(self, top, ranks):
+        _, _, features = smooth()
+        features.size = 300
+        features.memory = top * 4 * 8 * 300
+        assert low_rank_ranks(features) == ranks
 
     def test_the_smaller_of_rows_and_parameters_is_enough(self):
         for rows, hidden, outputs in ((10, 12, 1), (5, 12, 2), (90, 4, 1)):

@@ -29,6 +29,7 @@ _FIRST = 64  # ranks to try: this one, twice as many, ...
 _GOOD = 0.01  # until leverages are known to this share
 _POOR = 0.1  # beyond, the user is told
 _SAMPLE = 32  # rows to look at
+_COPIES = 4  # of the factor, at the peak of a fit
 _ROUNDING = 1e-2  # of S' that H may hold, in units of l2
 
 
@@ -169,7 +170,7 @@ class LowRankCurvature(EigenCurvature):
     def _look(self) -> LeverageError:
         """The error on rows spread over the range of the predictions, whose choice no order of rows can change."""
         features = self.features
-        most = rows_within(features.memory // 8, 32 * features.outputs * features.size, at_most=_SAMPLE)
+        most = rows_within(features.memory // 8, 64 * features.outputs * features.size, at_most=_SAMPLE)
         order = features.predictions[:, 0].argsort()
         picks = torch.linspace(0, features.count - 1, min(most, features.count)).round().long().to(order.device)
         phi = features.jacobian(features.x[order[picks]])[1]
@@ -209,7 +210,6 @@ def fit_low_rank(features: FeatureRows, l2: object, *, cross: bool = True, rank:
             f"l2 must be positive everywhere with curvature='low_rank', entry {int((diagonal == 0).nonzero()[0])} is 0"
         )
     ranks = low_rank_ranks(features, rank)
-    features.hold()  # there will be several passes
     root = diagonal.rsqrt()
     S = _scaled_product(features, root)
     factor = features.kept.pop(NAME, None)  # of S itself
@@ -218,11 +218,14 @@ def fit_low_rank(features: FeatureRows, l2: object, *, cross: bool = True, rank:
     )
     del factor
     for size in [size for size in ranks if size >= known.shape[1]] or ranks[-1:]:
+        _hold_beside(features, size)
         fitted = LowRankCurvature(features, LowRank.of_products(S, basis(S, known, size)), diagonal)
         known = fitted.U
         if fitted.error.is_small:
             break
-    if not cross:
+    if cross:
+        features.hold()
+    else:
         features.release()
     if fitted.error.is_large:
         _warn(fitted, rank)
@@ -249,9 +252,9 @@ def low_rank_ranks(features: FeatureRows, wanted: int | None = None) -> list[int
         return [rank]
     top = max(1, min(exact, features.memory // (4 * 8 * D)))
     found = [_FIRST]
-    while found[-1] < top:
+    while 2 * found[-1] <= top:
         found.append(2 * found[-1])
-    return [*found[:-1], top]
+    return [*[rank for rank in found if 1.5 * rank <= top], top]  # a last step that is worth its passes
 
 
 def low_rank_factor(features: FeatureRows, rank: int) -> Tensor:
@@ -259,7 +262,7 @@ def low_rank_factor(features: FeatureRows, rank: int) -> Tensor:
 
     The next call, and the next fit to the same `features`, start from it.
     """
-    features.hold()
+    _hold_beside(features, rank)
     S = gram_block_product(features)
     known = features.kept.pop(NAME, None)
     known = features.x.new_empty(features.size, 0, dtype=torch.float64) if known is None else torch.linalg.qr(known)[0]
@@ -274,6 +277,14 @@ def low_rank_error(features: FeatureRows, l2: object) -> LeverageError:
     return LowRankCurvature(features, approximation, diagonal).error
 
 
+def _hold_beside(features: FeatureRows, rank: int) -> None:
+    """Keep the gradients over the passes to come, where half of the budget is enough for all else."""
+    if 8 * _COPIES * features.size * rank <= features.memory // 2:
+        features.hold()
+    else:
+        features.release()
+
+
 def _scaled_product(features: FeatureRows, root: Tensor) -> Product:
     """V (D, m) -> S' V."""
     S, scale = gram_block_product(features), root.unsqueeze(1)
@@ -281,7 +292,8 @@ def _scaled_product(features: FeatureRows, root: Tensor) -> Product:
 
 
 def _warn(fitted: LowRankCurvature, wanted: int | None) -> None:
-    D, by, rank = len(fitted.U), fitted.error, 2 * (wanted or fitted.rank)
+    D, by = len(fitted.U), fitted.error
+    rank = min(2 * (wanted or fitted.rank), D, fitted.features.count * fitted.features.outputs)
     bytes_needed = 8 * D * rank * (1 if wanted else 4)
     how = f"curvature='low_rank:{rank}'" if wanted else f"memory='{-(-bytes_needed // 10**9)}GB'"
     warnings.warn(

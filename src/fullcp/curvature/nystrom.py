@@ -47,7 +47,9 @@ class LowRank:
         """The Nystrom approximation of S by orthonormal Q (D, k)."""
         Y = S(Q)
         kept, W = _eigh(Q.T @ Y)
+        del Q  # each is as large as the result
         U, R = torch.linalg.qr(Y)
+        del Y
         A = R @ (W * kept.rsqrt())  # S_k = U A A^T U^T
         return cls._turned(U, A @ A.T)
 
