@@ -108,7 +108,7 @@ def test_loaders(loader, error, words):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"score": "student"}, ValueError, "score must be one of 'standard', 'deleted', 'studentized', got 'student'"),
+        ({"score": "student"}, ValueError, "score must be one of 'auto', 'standard', .*, got 'student'"),
         ({"score": None}, ValueError, "score must be one of"),
         ({"residuals": "both"}, ValueError, "residuals must be one of 'auto', 'absolute', 'signed', got 'both'"),
         ({"curvature": "low_rank:many"}, ValueError, "curvature must have a whole number .*, got 'low_rank:many'"),

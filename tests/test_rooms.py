@@ -11,6 +11,7 @@ SOURCE = Path(fullcp.__file__).parent
 # Upstream first. A room may import from rooms to its left.
 ROOMS = [
     ["files", "memory", "progress", "version"],
+    ["sources"],
     ["inputs"],
     ["features"],
     ["curvature"],

@@ -28,12 +28,25 @@ def write_file(path: str | Path, tensors: dict[str, Tensor], header: dict[str, A
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
-        save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, temporary, metadata)
+        save_file(_separate(tensors), temporary, metadata)
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors wants them, contiguous and without shared memory; copied only where they are not."""
+    done, seen = {}, set()
+    for name, t in tensors.items():
+        t = t.detach().contiguous()
+        storage = t.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != t.nbytes:
+            t = t.clone()
+        seen.add(t.untyped_storage().data_ptr())
+        done[name] = t
+    return done
 
 
 def read_file(path: str | Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, RandomSampler
 
+from fullcp.progress import track
+from fullcp.sources import Collected, Inputs, StoredRows, is_mapped, tensor_of
+
+_GATHERED = 8  # the part of the budget that the rows of a DataLoader may take (twice, while they are put together)
+
 
 @dataclass(frozen=True)
 class ModelTraits:
@@ -44,13 +49,17 @@ class Origin:
 
 @dataclass(frozen=True)
 class Rows:
-    """Checked data: inputs x (n, ...) on the model's device and, where given, float64 targets y (n, O)."""
+    """Checked data: inputs x (n, ...) for the model's device and, where given, float64 targets y (n, O)."""
 
-    x: Tensor
+    x: Inputs
     y: Tensor | None
     origin: Origin
     columns: list[str] | None = None
     """Names of the columns, where a frame came in."""
+
+    def tensor(self) -> Tensor:
+        """The inputs as one tensor, for methods that must hold them in memory."""
+        return self.x if isinstance(self.x, Tensor) else self.x[:]
 
 
 def model_traits(model: object, *, trainable: bool = True) -> ModelTraits:
@@ -86,55 +95,78 @@ def model_traits(model: object, *, trainable: bool = True) -> ModelTraits:
 
 
 def read_rows(
-    X: object, y: object, traits: ModelTraits, *, copy: bool = False, x_name: str = "X", y_name: str = "y"
+    X: object,
+    y: object,
+    traits: ModelTraits,
+    *,
+    copy: bool = False,
+    memory: int | None = None,
+    x_name: str = "X",
+    y_name: str = "y",
 ) -> Rows:
     """Check `X` and `y` (or one DataLoader of pairs in place of both) and bring them to the model's device.
 
-    With `copy`, nothing is shared with the caller's arrays: what they do to them later does no harm.
+    With `copy`, nothing is shared with the caller's arrays: what they do to them later does no harm. With `memory`,
+    inputs that are memory-mapped stay in their file, and those of a DataLoader go to one where they take more than an
+    eighth of so many bytes. Without it, all are tensors.
     """
     if isinstance(X, DataLoader):
         if y is not None:
             raise TypeError(f"{y_name} must be left out when {x_name} is a DataLoader: the loader yields both")
-        X, y = _gather(X, x_name, wants_targets=True)
+        rows, y = _gather(X, traits, memory, x_name, y_name)
+        copy = False  # these are no one else's
     elif y is None:
         raise TypeError(f"{y_name} is missing: pass the targets, or a DataLoader of (inputs, targets) as {x_name}")
-    rows = read_inputs(X, traits, name=x_name)
+    else:
+        rows = _open(X, traits, memory, x_name)
     targets = _read_targets(y, traits.device, y_name)
     if len(targets) != len(rows.x):
         raise ValueError(f"{x_name} and {y_name} must have the same length, got {len(rows.x)} and {len(targets)} rows")
-    return Rows(rows.x.clone() if copy else rows.x, targets.clone() if copy else targets, rows.origin, rows.columns)
+    if not isinstance(X, DataLoader):
+        _check_stored(rows.x, memory, x_name)
+    x = rows.x.clone() if copy and isinstance(rows.x, Tensor) else rows.x
+    return Rows(x, targets.clone() if copy else targets, rows.origin, rows.columns)
 
 
-def read_inputs(X: object, traits: ModelTraits, *, name: str = "X") -> Rows:
-    """Check inputs alone (for prediction) and bring them to the model's device."""
-    from_loader = isinstance(X, DataLoader)
+def read_inputs(X: object, traits: ModelTraits, *, memory: int | None = None, name: str = "X") -> Rows:
+    """Check inputs alone (for prediction) and bring them to the model's device; `memory` as in `read_rows`."""
     if isinstance(X, DataLoader):
         if isinstance(X.sampler, RandomSampler):
             raise ValueError(f"{name}: the DataLoader shuffles, so nobody could tell whose predictions these are")
-        X, _ = _gather(X, name, wants_targets=False)
+        return _gather(X, traits, memory, name, None)[0]
+    rows = _open(X, traits, memory, name)
+    _check_stored(rows.x, memory, name)
+    return rows
+
+
+def _open(X: object, traits: ModelTraits, memory: int | None, name: str) -> Rows:
+    """Inputs that are no DataLoader; rows in a file are left there, and their values are still to be checked."""
+    stored = memory is not None and is_mapped(X)
     columns = [str(column) for column in X.columns] if hasattr(X, "columns") else None
-    x, origin = _to_tensor(X, name)
+    x, origin = _to_tensor(X[:0] if stored else X, name)  # type: ignore[index]
+    shape = tuple(X.shape) if stored else tuple(x.shape)  # type: ignore[attr-defined]
     x = x.to(traits.dtype) if x.dtype == torch.bool else x
-    if x.ndim == 0 or (x.ndim == 1 and x.is_floating_point()):
-        hint = "one row is X.reshape(1, -1), one feature is X.reshape(-1, 1)"
-        raise ValueError(f"{name} must have one row an example, got shape {tuple(x.shape)}; {hint}")
-    if x.numel() == 0:
-        raise ValueError(f"{name} is empty: its shape is {tuple(x.shape)}")
-    if not from_loader:
-        _check_device(x, origin, traits, name)
-    _check_finite(x, name)
+    _check_shape(shape, x.is_floating_point(), name)
     tokens = not x.is_floating_point() and (origin.device is not None or traits.has_embedding)
     dtype = x.dtype if tokens else traits.dtype
+    if stored:
+        return Rows(StoredRows(X, dtype, traits.device), None, origin)  # type: ignore[arg-type]
+    _check_device(x, origin, traits, name)
+    _check_finite(x, name)
     return Rows(x.to(traits.device, dtype), None, origin, columns)
+
+
+def _check_shape(shape: tuple[int, ...], floating: bool, name: str) -> None:
+    if len(shape) == 0 or (len(shape) == 1 and floating):
+        hint = "one row is X.reshape(1, -1), one feature is X.reshape(-1, 1)"
+        raise ValueError(f"{name} must have one row an example, got shape {shape}; {hint}")
+    if 0 in shape:
+        raise ValueError(f"{name} is empty: its shape is {shape}")
 
 
 def _read_targets(y: object, device: torch.device, name: str) -> Tensor:
     """Targets as float64, (n, O)."""
-    if _is_boolean(y):
-        raise TypeError(f"{name} must be numbers to regress on, got true and false")
-    values, origin = _to_tensor(y, name)
-    if values.ndim not in (1, 2):
-        raise ValueError(f"{name} must have shape (n,) or (n, outputs), got {tuple(values.shape)}")
+    values, origin = _target_values(y, name)
     if values.numel() == 0:
         raise ValueError(f"{name} is empty: its shape is {tuple(values.shape)}")
     _check_finite(values, name)
@@ -142,6 +174,16 @@ def _read_targets(y: object, device: torch.device, name: str) -> Tensor:
         raise ValueError(f"{name} is on the meta device: it has no values")
     values = values.to(device, torch.float64)
     return values.unsqueeze(1) if values.ndim == 1 else values
+
+
+def _target_values(y: object, name: str) -> tuple[Tensor, Origin]:
+    """Targets as they are, (n,) or (n, O)."""
+    if _is_boolean(y):
+        raise TypeError(f"{name} must be numbers to regress on, got true and false")
+    values, origin = _to_tensor(y, name)
+    if values.ndim not in (1, 2):
+        raise ValueError(f"{name} must have shape (n,) or (n, outputs), got {tuple(values.shape)}")
+    return values, origin
 
 
 def read_label(y: object, rows: int, outputs: int, device: torch.device) -> Tensor:
@@ -172,7 +214,7 @@ def check_outputs(found: int, targets: Tensor, name: str = "y") -> None:
         raise ValueError(f"{name} has {targets.shape[1]} column(s), the model has {found} output(s)")
 
 
-def check_row_shape(x: Tensor, expected: Sequence[int], name: str = "X") -> None:
+def check_row_shape(x: Inputs, expected: Sequence[int], name: str = "X") -> None:
     """Refuse rows of another shape than those the predictor was given before."""
     if tuple(x.shape[1:]) != tuple(expected):
         raise ValueError(f"{name} has rows of shape {tuple(x.shape[1:])}, expected {tuple(expected)} as before")
@@ -230,24 +272,81 @@ def _read_level(level: object) -> Fraction:
     return simple if 0 < simple < 1 and abs(float(simple) - number) < 1e-15 else Fraction(repr(number))
 
 
-def _gather(loader: DataLoader[Any], name: str, *, wants_targets: bool) -> tuple[Tensor, Tensor | None]:
-    """One pass over a loader: (inputs, targets) batches, or for prediction inputs alone."""
-    xs: list[Tensor] = []
-    ys: list[Tensor] = []
-    for batch in loader:
-        parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
-        if wants_targets and len(parts) != 2:
-            raise TypeError(f"{name}: the DataLoader must yield (inputs, targets), got {len(parts)} part(s) a batch")
-        if not all(isinstance(part, Tensor) for part in parts[:2]):
-            raise TypeError(f"{name}: the DataLoader must yield tensors, got {type(parts[0]).__name__}")
-        if loader.batch_size is None and any(part.ndim == 0 for part in parts[:2]):
-            raise TypeError(f"{name}: the DataLoader must yield batches, give it a batch_size")
-        xs.append(parts[0])
-        if wants_targets:
-            ys.append(parts[1])
-    if not xs:
-        raise ValueError(f"{name} is empty: the DataLoader yields no batch")
-    return torch.cat(xs), torch.cat(ys) if wants_targets else None
+def _gather(
+    loader: DataLoader[Any], traits: ModelTraits, memory: int | None, name: str, y_name: str | None
+) -> tuple[Rows, Tensor | None]:
+    """One pass over a loader: the inputs and, where `y_name` says what to call them, the targets as they are.
+
+    Everything is checked batch by batch, so that what is wrong shows early.
+    """
+    inputs = Collected(None if memory is None else memory // _GATHERED, name, traits.device)
+    targets = Collected(None, y_name or "", traits.device)
+    origin = Origin(None)
+    floating = False
+    first: list[Any] = []  # the shapes of rows in the first batch
+    try:
+        for k, batch in enumerate(track(loader, "reading", _batches_of(loader))):
+            x, y, came_from = _read_batch(batch, loader, traits, inputs.count, name, y_name)
+            shapes = [tuple(part.shape[1:]) for part in (x, y) if part is not None]
+            if not first:
+                first, origin = shapes, came_from
+            if shapes != first:
+                raise ValueError(
+                    f"{name}: the DataLoader yields rows of shape {_words(shapes)} in batch {k} (from 0), of shape "
+                    f"{_words(first)} before"
+                )
+            floating |= x.is_floating_point()
+            inputs.add(x.to(traits.dtype) if x.is_floating_point() else x)
+            if y is not None:
+                targets.add(y)
+            del batch, x, y  # before the loader makes the next
+        if not first:
+            raise ValueError(f"{name} is empty: the DataLoader yields no batch")
+        _check_shape((inputs.count, *first[0]), floating, name)
+        if inputs.in_file:
+            stored = inputs.mapped()
+            x_all: Inputs = StoredRows(stored, stored.dtype, traits.device)
+        else:
+            x_all = inputs.in_memory()
+    finally:
+        inputs.close()
+    return Rows(x_all, None, origin), None if y_name is None else targets.in_memory()
+
+
+def _read_batch(
+    batch: object, loader: DataLoader[Any], traits: ModelTraits, start: int, name: str, y_name: str | None
+) -> tuple[Tensor, Tensor | None, Origin]:
+    """One batch of a loader, rows from `start` on: inputs, targets where wanted, and where the inputs came from."""
+    parts: list[Any] = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+    if y_name is not None and len(parts) != 2:
+        raise TypeError(f"{name}: the DataLoader must yield (inputs, targets), got {len(parts)} part(s) a batch")
+    if not parts or not all(isinstance(part, Tensor) for part in parts[:2]):
+        found = type(parts[0]).__name__ if parts else "nothing"
+        raise TypeError(f"{name}: the DataLoader must yield tensors, got {found}")
+    if any(part.ndim == 0 for part in parts[:2]):
+        raise TypeError(f"{name}: the DataLoader must yield batches, give it a batch_size")
+    x, origin = _to_tensor(parts[0], name)
+    x = x.to(traits.dtype) if x.dtype == torch.bool else x
+    _check_finite(x, name, start)
+    if y_name is None:
+        return x, None, origin
+    y, _ = _target_values(parts[1], y_name)
+    if len(y) != len(x):
+        raise ValueError(f"{name}: the DataLoader yields a batch of {len(x)} inputs and {len(y)} targets")
+    _check_finite(y, y_name, start)
+    return x, y, origin
+
+
+def _batches_of(loader: DataLoader[Any]) -> int | None:
+    """How many batches a loader says it has; iterable data sets need not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _words(shapes: list[tuple[int, ...]]) -> str:
+    return " with targets of shape ".join(map(str, shapes))
 
 
 def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
@@ -277,13 +376,7 @@ def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
         array = np.array([np.nan if v is None else float(v) for v in _plain(array)]).reshape(array.shape)
     if array.dtype.kind not in "fiub":
         raise TypeError(f"{name} must be real numbers, got an array of dtype {array.dtype}")
-    if array.dtype.kind == "u":
-        array = array.astype(np.float64 if array.max(initial=0) > 2**62 else np.int64)
-    elif not array.dtype.isnative or array.dtype.itemsize > 8:
-        array = array.astype(np.float64)
-    if not (array.flags.writeable and array.flags.aligned) or any(stride < 0 for stride in array.strides):
-        array = array.copy()
-    return torch.from_numpy(array), Origin(None)
+    return tensor_of(array), Origin(None)
 
 
 def _from_frame(frame: Any, name: str) -> Any:
@@ -334,7 +427,17 @@ def check_all_finite(start: int | None, parts: dict[str, Tensor | None]) -> None
             raise ValueError(f"model has NaN or infinite {what} at {where}")
 
 
-def _check_finite(x: Tensor, name: str) -> None:
+def _check_stored(x: Inputs, memory: int | None, name: str) -> None:
+    """Check the values of rows that are in a file, within an eighth of the budget."""
+    if isinstance(x, Tensor) or memory is None or not x.as_stored(slice(0, 1)).is_floating_point():
+        return
+    chunks = list(x.chunks(memory // 8))
+    for rows in track(chunks, "checking", len(chunks)):
+        _check_finite(x.as_stored(rows), name, rows.start)
+
+
+def _check_finite(x: Tensor, name: str, start: int | None = None) -> None:
+    """Refuse NaN and infinite values; x may be rows from `start` on of a whole that nobody has looked through."""
     if x.is_meta or not x.is_floating_point():
         return
     if torch.isfinite(x.sum()):  # one cheap pass: a NaN or an infinity anywhere would show
@@ -342,6 +445,8 @@ def _check_finite(x: Tensor, name: str) -> None:
     bad = (~torch.isfinite(x)).reshape(len(x), -1).any(1)
     if bad.any():
         first = int(bad.nonzero()[0, 0])
+        if start is not None:
+            raise ValueError(f"{name} contains NaN or infinite values, the first in row {start + first}")
         raise ValueError(f"{name} contains NaN or infinite values in {int(bad.sum())} row(s), the first is row {first}")
 
 

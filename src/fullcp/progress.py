@@ -9,9 +9,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def track(steps: Iterable[T], description: str, total: int) -> Iterator[T]:
-    """Iterate over `steps`, showing a bar with the time left if there are several and a person is watching."""
-    if total < 2 or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+def track(steps: Iterable[T], description: str, total: int | None) -> Iterator[T]:
+    """Iterate over `steps`, showing a bar with the time left if there are several and a person is watching.
+
+    Without a total, the bar shows that something happens, and how fast.
+    """
+    if (total is not None and total < 2) or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
         yield from steps
         return
     from rich.console import Console

@@ -27,6 +27,7 @@ from fullcp.curvature.ridge import RefinementWarning
 from fullcp.curvature.words import STRUCTURES, check_structure, read_structure
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.features.penultimate import last_layer_parameters
+from fullcp.sources import Inputs
 
 APPROXIMATE = ("kfac", "diagonal", "low_rank")  # leverages of training rows can reach 1 there
 _FITS: dict[str, Callable[..., Curvature]] = {
@@ -66,7 +67,7 @@ __all__ = [
 ]
 
 
-def jacobian_for(curvature: str, model: nn.Module, x: Tensor) -> Jacobian:
+def jacobian_for(curvature: str, model: nn.Module, x: Inputs) -> Jacobian:
     """The gradients that a structure is made of: in all trainable parameters, or in those of the last layer alone."""
     return Jacobian(model, x, only=last_layer_parameters(model, x) if curvature == "last_layer" else None)
 

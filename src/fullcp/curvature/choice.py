@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fullcp.curvature.full import COPIES, form_for
 from fullcp.curvature.kfac import check_kfac
 from fullcp.features import FeatureRows, Jacobian
 from fullcp.features.penultimate import is_last_layer, last_layer_parameters
+from fullcp.sources import Inputs
 
 # Multiply-adds that a factor may cost: some ten minutes on two cores, half a minute on a large GPU.
 _MOST_WORK = {"cpu": 2e13, "cuda": 1e15}
@@ -39,13 +40,13 @@ class Choice:
     why: str
 
 
-def choose(curvature: str, model: nn.Module, x: Tensor, *, only: Sequence[str] | None = None, memory: int) -> Choice:
+def choose(curvature: str, model: nn.Module, x: Inputs, *, only: Sequence[str] | None = None, memory: int) -> Choice:
     """Settle what `curvature` means for a network and its rows.
 
     Parameters
     ----------
     curvature : a structure, or "auto".
-    x : Tensor (N, ...)
+    x : rows (N, ...)
     only : names of the parameters that count; None: all with requires_grad.
     memory : budget in bytes.
     """
@@ -54,7 +55,7 @@ def choose(curvature: str, model: nn.Module, x: Tensor, *, only: Sequence[str] |
     return choice
 
 
-def _choose(curvature: str, model: nn.Module, x: Tensor, only: Sequence[str] | None, memory: int) -> Choice:
+def _choose(curvature: str, model: nn.Module, x: Inputs, only: Sequence[str] | None, memory: int) -> Choice:
     if curvature == "last_layer":
         jacobian = Jacobian(model, x, only=last_layer_parameters(model, x) if only is None else only)
         if only is None or is_last_layer(jacobian, x):

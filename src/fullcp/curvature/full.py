@@ -85,13 +85,15 @@ class PrimalCurvature:
             H.diagonal().add_(diagonal)
             factor = cholesky(H, self._blame)
         self.factor = factor  # L, (D, D)
+        self._slack: Tensor | None = None  # from the last pass of `refine`
 
     def slack(self) -> Tensor:
         """I - V_i, (N, O, O)."""
-        O = self.features.outputs
-        slack = torch.eye(O, dtype=torch.float64, device=self.factor.device).repeat(self.features.count, 1, 1)
-        for rows, phi in self.features.chunks("leverages"):
-            slack[rows] -= self.leverage(phi)
+        slack, self._slack = self._slack, None
+        if slack is None:
+            slack = self._no_leverages()
+            for rows, phi in self.features.chunks("leverages"):
+                slack[rows] -= self.leverage(phi)
         return slack
 
     def leverage(self, phi: Tensor) -> Tensor:
@@ -123,17 +125,32 @@ class PrimalCurvature:
         """The step to the ridge solution and the residuals there.
 
         A second solve, from the gradient at the first solution, takes the rounding of the first one away: far from
-        the minimum the step is large, and the residuals that it leaves may be small.
+        the minimum the step is large, and the residuals that it leaves may be small. The last pass over the rows has
+        their leverages too, which spares `slack` one.
         """
         step, refined = torch.zeros_like(weights), e.clone()
-        for _ in range(2 if exactly else 1):
+        descent = -self.diagonal * weights
+        for rows, phi in self.features.chunks("refinement"):
+            descent += torch.einsum("nod,no->d", phi.double(), e[rows])
+        if exactly:
+            step += self.solve(descent)
             descent = -self.diagonal * (weights + step)
             for rows, phi in self.features.chunks("refinement"):
-                descent += torch.einsum("nod,no->d", phi.double(), refined[rows])
-            step += self.solve(descent)
-            for rows, phi in self.features.chunks("refinement"):
-                refined[rows] = e[rows] - phi.double() @ step
+                P = phi.double()
+                descent += torch.einsum("nod,no->d", P, e[rows] - P @ step)
+        step += self.solve(descent)
+        slack = self._no_leverages() if self._slack is None else None
+        for rows, phi in self.features.chunks("refinement"):
+            refined[rows] = e[rows] - phi.double() @ step
+            if slack is not None:
+                slack[rows] -= self.leverage(phi)
+        self._slack = slack if slack is not None else self._slack
         return step, refined
+
+    def _no_leverages(self) -> Tensor:
+        """I for each row, (N, O, O)."""
+        eye = torch.eye(self.features.outputs, dtype=torch.float64, device=self.factor.device)
+        return eye.repeat(self.features.count, 1, 1)
 
     def state(self) -> dict[str, Tensor]:
         """The factor and the penalty."""

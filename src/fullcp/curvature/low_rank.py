@@ -173,7 +173,7 @@ class LowRankCurvature(EigenCurvature):
         most = rows_within(features.memory // 8, 64 * features.outputs * features.size, at_most=_SAMPLE)
         order = features.predictions[:, 0].argsort()
         picks = torch.linspace(0, features.count - 1, min(most, features.count)).round().long().to(order.device)
-        phi = features.jacobian(features.x[order[picks]])[1]
+        phi = features.jacobian(features.x[order[picks].tolist()])[1]
         over = self.over_estimate(phi)  # (m, O)
         h = self._whiten(phi.double()).square().sum(2)
         relative = over / h.clamp(min=torch.finfo(h.dtype).tiny)
@@ -265,7 +265,10 @@ def low_rank_factor(features: FeatureRows, rank: int) -> Tensor:
     _hold_beside(features, rank)
     S = gram_block_product(features)
     known = features.kept.pop(NAME, None)
-    known = features.x.new_empty(features.size, 0, dtype=torch.float64) if known is None else torch.linalg.qr(known)[0]
+    if known is None:
+        known = torch.empty(features.size, 0, dtype=torch.float64, device=features.x.device)
+    else:
+        known = torch.linalg.qr(known)[0]
     factor = features.kept[NAME] = LowRank.of_products(S, basis(S, known, rank)).factor
     return factor
 

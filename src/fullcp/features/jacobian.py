@@ -21,6 +21,7 @@ from fullcp.features.gradients import (
 from fullcp.features.network import Network, normal
 from fullcp.features.preserve import parameters_by_name, preserved
 from fullcp.memory import rows_within
+from fullcp.sources import Inputs
 
 # What two ways to the same gradient may differ by, relative to the largest entry; above it one of them is wrong.
 _AGREEMENT = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -42,7 +43,7 @@ class Jacobian(Network):
     Parameters
     ----------
     model : the trained network; only parameters with requires_grad count.
-    x : Tensor (n, ...)
+    x : Tensor or StoredRows (n, ...)
         Rows to probe the model with; a few, spread over the data, are used.
     facts : what probing found before, in place of rows.
     only : names of parameters
@@ -60,7 +61,7 @@ class Jacobian(Network):
     def __init__(
         self,
         model: nn.Module,
-        x: Tensor | None = None,
+        x: Inputs | None = None,
         *,
         facts: dict[str, Any] | None = None,
         only: Collection[str] | None = None,

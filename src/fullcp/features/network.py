@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fullcp.features.outputs import as_rows, check_row_independence
 from fullcp.features.preserve import preserved, unwrap, written_tensors
 from fullcp.memory import rows_within
+from fullcp.sources import Inputs
 
 _PROBE_ROWS = 6
 _MOST_ROWS = 8192  # larger chunks win nothing and make progress jerky
@@ -26,12 +27,12 @@ class Network:
     Parameters
     ----------
     model : the trained module.
-    x : Tensor (n, ...)
+    x : Tensor or StoredRows (n, ...)
         Rows to probe it with; a few, spread over the data, are used. None is kept.
     facts : what probing found before, in place of rows.
     """
 
-    def __init__(self, model: nn.Module, x: Tensor | None = None, *, facts: dict[str, Any] | None = None):
+    def __init__(self, model: nn.Module, x: Inputs | None = None, *, facts: dict[str, Any] | None = None):
         self.model = unwrap(model)
         if facts is None:
             assert x is not None
@@ -39,7 +40,7 @@ class Network:
         else:
             self._take(facts)
 
-    def _probe(self, x: Tensor) -> None:
+    def _probe(self, x: Inputs) -> None:
         count = min(len(x), _PROBE_ROWS)
         picks = [i * (len(x) - 1) // max(count - 1, 1) for i in range(count)]
         with torch.inference_mode(False):  # what is made in inference mode cannot be differentiated

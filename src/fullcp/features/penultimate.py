@@ -12,11 +12,12 @@ from fullcp.features.layers import recording
 from fullcp.features.network import normal
 from fullcp.features.outputs import as_rows
 from fullcp.features.preserve import parameters_by_name, preserved, unwrap
+from fullcp.sources import Inputs
 
 _PROBE_ROWS = 2
 
 
-def last_layer_parameters(model: nn.Module, x: Tensor) -> list[str]:
+def last_layer_parameters(model: nn.Module, x: Inputs) -> list[str]:
     """The names of the trainable parameters of the nn.Linear layer whose output is the network's own."""
     model = unwrap(model)
     names = {id(p): name for name, p in parameters_by_name(model).items() if p.requires_grad}
@@ -42,7 +43,7 @@ def last_layer_parameters(model: nn.Module, x: Tensor) -> list[str]:
     return [names[id(p)] for p in last]
 
 
-def is_last_layer(jacobian: Jacobian, x: Tensor) -> bool:
+def is_last_layer(jacobian: Jacobian, x: Inputs) -> bool:
     """Whether the parameters that count are those of one nn.Linear layer that gives the network's outputs."""
     try:
         Penultimate(jacobian)(x[:_PROBE_ROWS])

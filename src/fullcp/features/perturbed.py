@@ -14,6 +14,7 @@ from fullcp.features.outputs import as_rows
 from fullcp.features.preserve import BORROWING
 from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
+from fullcp.sources import Inputs
 
 Weights = dict[str, Tensor]
 # On a CPU, larger chunks win nothing: their activations leave the cache.
@@ -31,7 +32,7 @@ class PerturbedNetwork:
     Parameters
     ----------
     jacobian : the network; its parameters are the ones that move.
-    x : Tensor (n, ...)
+    x : Tensor or StoredRows (n, ...)
         Rows to try it on.
 
     Examples
@@ -45,7 +46,7 @@ class PerturbedNetwork:
     [[2.0, 6.0], [2.5, 7.5]]
     """
 
-    def __init__(self, jacobian: Jacobian, x: Tensor):
+    def __init__(self, jacobian: Jacobian, x: Inputs):
         self.jacobian = jacobian
         parameters = jacobian.parameters
         largest = max(p.numel() for p in parameters.values())

@@ -12,6 +12,7 @@ from fullcp.features.jacobian import Jacobian
 from fullcp.features.symmetric import add_gram, mirror
 from fullcp.inputs import check_all_finite
 from fullcp.progress import track
+from fullcp.sources import Inputs
 
 
 class FeatureRows:
@@ -20,7 +21,7 @@ class FeatureRows:
     Parameters
     ----------
     jacobian : the model's gradients.
-    x : Tensor (N, ...)
+    x : Tensor or StoredRows (N, ...)
     memory : int
         Budget in bytes. Half of it may hold the gradients (in the network's own dtype), an eighth a chunk.
 
@@ -30,7 +31,7 @@ class FeatureRows:
         What a curvature learned of these rows before l2 was known, under its name, for the fit to take up.
     """
 
-    def __init__(self, jacobian: Jacobian, x: Tensor, *, memory: int):
+    def __init__(self, jacobian: Jacobian, x: Inputs, *, memory: int):
         self.jacobian = jacobian
         self.x = x
         self.count, self.outputs, self.size = len(x), jacobian.outputs, jacobian.size
@@ -86,8 +87,9 @@ class FeatureRows:
             for rows in self.slices():
                 yield rows, self._held[rows]
             return
-        held = self.x.new_empty(self.count, self.outputs, self.size, dtype=self.jacobian.dtype) if self.holds else None
-        predictions = self.x.new_empty(self.count, self.outputs, dtype=torch.float64)
+        shape, device = (self.count, self.outputs), self.x.device
+        held = torch.empty(*shape, self.size, dtype=self.jacobian.dtype, device=device) if self.holds else None
+        predictions = torch.empty(*shape, dtype=torch.float64, device=device)
         slices = self.slices()
         for rows in track(slices, description, len(slices)):
             f, phi = self.jacobian(self.x[rows])
@@ -115,6 +117,6 @@ class FeatureRows:
         """The model's outputs for all rows, float64 (N, O)."""
         if self._predictions is None:
             size = self.jacobian.rows_per_pass(self.memory // 8)
-            chunks = [self.x[start : start + size] for start in range(0, self.count, size)]
-            self._predictions = torch.cat([self.jacobian.predict(x).double() for x in chunks])
+            starts = range(0, self.count, size)
+            self._predictions = torch.cat([self.jacobian.predict(self.x[i : i + size]).double() for i in starts])
         return self._predictions

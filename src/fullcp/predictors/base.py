@@ -41,6 +41,7 @@ from fullcp.predictors.fingerprint import Fingerprint, alike
 from fullcp.predictors.result import PredictionIntervals
 from fullcp.progress import track
 from fullcp.regions import Interval, bonferroni
+from fullcp.sources import Inputs
 
 JOINT = ("bonferroni",)
 
@@ -194,7 +195,8 @@ class Predictor(ABC):
     def save(self, path: str | Path) -> None:
         """Write everything but the model to one safetensors file; the settings stand as JSON in its header.
 
-        Methods that need the training rows again (full conformal prediction) put the inputs into the file.
+        Methods that need the training rows again (full conformal prediction) put the inputs into the file, straight
+        from the file they are in if they are not in memory. `load` brings them into memory.
         """
         self._check_fitted()
         state, facts = self._state()
@@ -325,14 +327,14 @@ class Predictor(ABC):
         """Check the data of a fit and copy them; a single row carries no spread."""
         self._budget()
         traits = traits or model_traits(self._predicting(), trainable=self._trainable)
-        rows = read_rows(X, y, traits, copy=True)
+        rows = read_rows(X, y, traits, copy=True, memory=self._budget())
         if len(rows.x) < least:
             raise ValueError(f"X has {len(rows.x)} row, at least {least} are needed")
         return rows
 
     def _read_inputs(self, X: object) -> Rows:
         self._check_fitted()
-        rows = read_inputs(X, model_traits(self._predicting(), trainable=False))
+        rows = read_inputs(X, model_traits(self._predicting(), trainable=False), memory=self._budget())
         check_row_shape(rows.x, self.network_.row_shape)
         check_columns(rows.columns, self._columns)
         return rows
@@ -395,21 +397,22 @@ class Predictor(ABC):
         self._check_joint(joint)
         return [bonferroni(level, self._outputs()) for level in levels] if joint else levels
 
-    def _batches(self, x: Tensor, *, gradients: bool | None = None) -> Iterator[tuple[slice, Batch]]:
+    def _batches(self, x: Inputs, *, gradients: bool | None = None) -> Iterator[tuple[slice, Batch]]:
         """The test points in batches, with their gradients where the method (or the caller) asks for them."""
         gradients = self._needs_gradients() if gradients is None else gradients
         size = self._points_at_once() if gradients else self.network_.rows_per_pass(self._budget() // 8)
         starts = range(0, len(x), size)
         for start in track(starts, "predicting", len(starts)):
             where = slice(start, min(start + size, len(x)))
+            points = x[where]
             phi: Tensor | None = None
             if gradients:
-                f, phi = look_at(self._curvature(), self.network_, x[where])
+                f, phi = look_at(self._curvature(), self.network_, points)
             else:
-                f = self.network_.predict(x[where])
+                f = self.network_.predict(points)
             check_all_finite(start, {"outputs": f, "gradients": phi})
             f = f.double()
-            yield where, Batch(x[where], self._center(f, phi), phi, f)
+            yield where, Batch(points, self._center(f, phi), phi, f)
 
 
 def kept_setting(value: Any) -> Any:

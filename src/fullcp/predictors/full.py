@@ -27,6 +27,7 @@ from fullcp.inputs import check_choice
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.refinement import refine, relative_shift
 from fullcp.regions import Interval, rows_needed
+from fullcp.sources import as_tensor
 from fullcp.tuning import settle, tuning_facts, tuning_from
 
 # Absolute residuals give the smaller sets with few rows: signed ones cost a rank at each end.
@@ -282,7 +283,7 @@ class FullConformalRegressor(Predictor):
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = {
-            "x": self._features.x,
+            "x": as_tensor(self._features.x),
             "e": self._engine.e,
             "slack": self._engine.slack,
             **self.curvature_.state(),

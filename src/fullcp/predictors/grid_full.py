@@ -16,6 +16,7 @@ from fullcp.inputs import check_all_finite, check_choice
 from fullcp.memory import rows_within
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch
 from fullcp.predictors.candidate import CandidatePredictor
+from fullcp.sources import as_tensor
 from fullcp.tuning import settle, tuning_facts, tuning_from
 
 _MOST_POINTS = 32  # test points at once: more win nothing and make progress jerky
@@ -232,9 +233,9 @@ class GridFullConformalRegressor(CandidatePredictor):
         return min(self._way.points_at_once(len(self.grid_), self._budget()), super()._points_at_once())
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        state = {"x": self._features.x, "grid": self.grid_, self._way.kept: self._way.values, **self.curvature_.state()}
+        state = {"x": as_tensor(self._features.x), "grid": self.grid_, self._way.kept: self._way.values}
         facts = {"approach": self._approach, "residuals": self._residuals, "choice": self.curvature_choice_}
-        return state, {**facts, "tuning": tuning_facts(self.tuning_)}
+        return {**state, **self.curvature_.state()}, {**facts, "tuning": tuning_facts(self.tuning_)}
 
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         jacobian = Jacobian(self.model, facts=network)

@@ -23,6 +23,7 @@ from fullcp.inputs import (
     model_traits,
 )
 from fullcp.predictors.fingerprint import Fingerprint, alike
+from fullcp.sources import Inputs
 from fullcp.training import Training, mlp, replicate, train
 
 RECIPE = ("l2", "epochs", "batch_size", "learning_rate", "seed")
@@ -75,7 +76,7 @@ class LearnedNetwork:
         made = None if pattern is not None else _plan(name, rows.x, outputs, traits.dtype)
         with torch.inference_mode(False), torch.enable_grad():  # what is made in inference mode cannot be trained
             model = _copied(name, pattern, traits) if made is None else _make(made, traits.device, seed)
-            x = normal(rows.x)
+            x = normal(rows.tensor())
             _check_outputs(name, Network(model, x).outputs, outputs)
             with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
                 torch.manual_seed(seed)  # for dropout
@@ -87,7 +88,7 @@ class LearnedNetwork:
         check_row_shape(rows.x, self.network.row_shape)
         check_columns(rows.columns, self.columns)
 
-    def predict(self, x: Tensor, budget: int) -> Tensor:
+    def predict(self, x: Inputs, budget: int) -> Tensor:
         """Outputs (n, K) in float64, within `budget` bytes."""
         return predict_rows(self.network, x, budget)
 
@@ -123,7 +124,7 @@ class LearnedNetwork:
         return cls(network, facts["columns"], facts["made"], Fingerprint(model))
 
 
-def predict_rows(network: Network, x: Tensor, budget: int) -> Tensor:
+def predict_rows(network: Network, x: Inputs, budget: int) -> Tensor:
     """Outputs f (n, O) of all rows in float64, in chunks within `budget` bytes."""
     size = network.rows_per_chunk(budget)
     parts = []
@@ -133,9 +134,9 @@ def predict_rows(network: Network, x: Tensor, budget: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _plan(name: str, x: Tensor, outputs: int, dtype: torch.dtype) -> dict[str, Any]:
+def _plan(name: str, x: Inputs, outputs: int, dtype: torch.dtype) -> dict[str, Any]:
     """What the paper's network for these rows is made of."""
-    if x.ndim != 2 or not x.is_floating_point():
+    if len(x.shape) != 2 or not x.dtype.is_floating_point:
         raise ValueError(
             f"{name} must be given for rows of shape {tuple(x.shape[1:])} and {x.dtype}: the network that is made "
             "where it is None takes a row of real numbers"

@@ -12,6 +12,7 @@ from fullcp.curvature import Curvature, choose, fit_curvature, restore
 from fullcp.features import FeatureRows, Jacobian, select_parameters
 from fullcp.inputs import Rows, check_all_finite, check_outputs
 from fullcp.predictors.fingerprint import Fingerprint
+from fullcp.sources import as_tensor
 from fullcp.tuning import Tuning, settle
 
 
@@ -58,7 +59,7 @@ class Posterior:
 
     def state(self) -> dict[str, Tensor]:
         """Tensors for `restore`; the training rows only where the leverages need them."""
-        rows = {} if self.curvature.stands_alone else {"x": self.features.x}
+        rows = {} if self.curvature.stands_alone else {"x": as_tensor(self.features.x)}
         return {**rows, **self.curvature.state()}
 
     @classmethod

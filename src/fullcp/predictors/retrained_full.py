@@ -23,6 +23,7 @@ from fullcp.predictors.base import DEFAULT_MEMORY, Batch
 from fullcp.predictors.candidate import CandidatePredictor
 from fullcp.predictors.retraining import Retraining, fresh
 from fullcp.regions import Interval
+from fullcp.sources import Inputs
 from fullcp.training.run import Recipe
 from fullcp.training.stack import trainable
 from fullcp.training.trainer import read_rates
@@ -129,22 +130,23 @@ class RetrainedFullConformalRegressor(CandidatePredictor):
             raise ValueError(f"precision must be None or a positive number in the units of y, got {self.precision!r}")
         check_positive_int("seed", self.seed, least=0)
         rows = self._read_data(X, y)
+        x = rows.tensor()
         assert rows.y is not None
-        recipe = self._recipe(len(rows.x))
+        recipe = self._recipe(len(x))
         grid = grid_over(self.candidates, rows.y.flatten())
-        network = Network(self.model, rows.x)
+        network = Network(self.model, x)
         if network.outputs > 1:
             raise ValueError(f"model has {network.outputs} outputs: candidates form a grid over one label only")
         targets = self._check_targets(network, rows)
         l2, tuning = self.l2, None
         if isinstance(l2, str):
-            features = FeatureRows(Jacobian(self.model, rows.x), rows.x, memory=self._budget())
+            features = FeatureRows(Jacobian(self.model, x), x, memory=self._budget())
             l2, tuning = settle(l2, features, targets - features.predictions, "full")
         names = trainable(self.model)
-        penalty = expand_l2(l2, names, rows.x.device)
-        self._assemble(rows.x, targets[:, 0], penalty, list(names), recipe, grid, self.residuals)
+        penalty = expand_l2(l2, names, x.device)
+        self._assemble(x, targets[:, 0], penalty, list(names), recipe, grid, self.residuals)
         self.tuning_ = tuning
-        self._keep(network, len(rows.x), rows.columns)
+        self._keep(network, len(x), rows.columns)
         return self
 
     def _recipe(self, count: int) -> Recipe:
@@ -174,7 +176,7 @@ class RetrainedFullConformalRegressor(CandidatePredictor):
     def _needs_gradients(self) -> bool:
         return False
 
-    def _batches(self, x: Tensor, *, gradients: bool | None = None) -> Any:
+    def _batches(self, x: Inputs, *, gradients: bool | None = None) -> Any:
         yield from super()._batches(x, gradients=False)
 
     def _tails(self, batch: Batch, labels: Tensor) -> Tensor:

@@ -129,4 +129,4 @@ def _split(X: Any, y: Any, traits: ModelTraits, validation: float, seed: int) ->
         raise ValueError(f"X has {N} row(s): too few to hold out a share of {validation}")
     order = torch.from_numpy(np.random.default_rng(seed).permutation(N)).to(rows.x.device)
     parts = order[held:], order[:held]
-    return tuple((rows.x[part], rows.y[part]) for part in parts)  # type: ignore[return-value]
+    return tuple((rows.tensor()[part], rows.y[part]) for part in parts)  # type: ignore[return-value]

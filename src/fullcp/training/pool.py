@@ -77,7 +77,7 @@ def read_pool(
             outputs = Network(models[0], rows.x).outputs
         if same_shape:
             check_outputs(outputs, rows.y, f"y{own}")
-        xs.append(rows.x)
+        xs.append(rows.tensor())
         ys.append(rows.y.to(traits.dtype))
         offsets[key] = (total, len(rows.x))
         total += len(rows.x)
