@@ -1,9 +1,9 @@
 """Which training rows can be a wanted order statistic at all: bounds from leverages discard most of them, exactly.
 
 A changepoint lies between bounds that need no cross leverage (`influence.changepoint_bounds`). With v the k-th smallest
-lower bound and w the k-th smallest upper bound, the k-th smallest changepoint lies in [v, w]. So a row whose upper bound
-is less than v is below it, one whose lower bound is more than w is above it, and neither can be it. Rows are sorted to
-give blocks of them narrow bounds: blocks are looked at first, rows of the blocks that remain next.
+lower bound and w the k-th smallest upper bound, the k-th smallest changepoint lies in [v, w]. A row whose upper bound
+is less than v is below it, one whose lower bound is more than w is above it, and neither can be it. Rows are sorted so
+that blocks of them have narrow bounds: blocks are looked at first, rows of the blocks that remain next.
 """
 
 from __future__ import annotations
