@@ -97,15 +97,18 @@ def engines(K, e, score, residuals):
     st.lists(st.sampled_from(LEVELS), min_size=1, max_size=4),
     st.integers(1, 9),
     st.integers(1, 9),
+    st.booleans(),
 )
 @pytest.mark.parametrize("residuals", RESIDUALS)
 @pytest.mark.parametrize("score", SCORES)
-def test_pruned_equals_dense(score, residuals, seed, N, D, kind, tail, levels, block, group):
+def test_pruned_equals_dense(score, residuals, seed, N, D, kind, tail, levels, block, group, at_once):
     K, e = made(seed, N, D, kind, tail)
     with ExitStack() as stack:
         stack.enter_context(patch.object(pruning, "_BLOCK", block))
-        stack.enter_context(patch.object(engine_module, "_GROUP", group))
+        stack.enter_context(patch.object(engine_module, "_GROUP", {"cpu": group}))
         stack.enter_context(patch.object(engine_module, "_LARGEST_SHARE", 2.0))
+        if at_once:  # as on a GPU
+            stack.enter_context(patch.object(pruning.SortedRows, "windows", pruning.SortedRows.windows_at_once))
         dense, pruned = engines(K, e, score, residuals)
         phi = torch.empty(9, 1, 3)
         expected = dense.intervals(phi, levels)
