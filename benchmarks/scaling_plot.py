@@ -18,10 +18,6 @@ LABELS = {
     "D": "parameters D (N = 40,000)",
     "points": "test points (N = 40,000, D = 501)",
 }
-    "N": "training rows N (D = 501)",
-    "D": "parameters D (N = 40,000)",
-    "points": "test points (N = 40,000, D = 501)",
-}
 
 
 def main():
