@@ -187,6 +187,8 @@ class Engine:
 
     def _parts(self, points: Tensor, rows: int) -> list[Tensor]:
         """Test points in parts whose arrays of test x train numbers fit the budget."""
+        if len(points) == 0:
+            return []
         return list(torch.split(points, rows_within(self.memory // 4, _IN_FLIGHT * 8 * rows, at_most=4096)))
 
     def _changepoints(self, o: int, query: Query, points: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fullcp.influence import changepoint_bounds
 from fullcp.memory import rows_within
 
-_BLOCK = 64  # rows in a block
+_BLOCK = 64  # rows in a block, at the least: the more rows, the larger, so that there are some sqrt(N) blocks
 _STRATA = (0.5, 0.8, 0.95, 0.99)  # rows of like leverages are together: one large leverage widens a block's bounds
 
 _ARRAYS = 20  # of test groups x rows at a time
@@ -61,11 +61,12 @@ class SortedRows:
         self.score, self.device = score, e.device
         residuals, slack = e.cpu().numpy(), s.cpu().numpy()
         N = len(residuals)
+        self.block = max(_BLOCK, 2 ** round(np.log2(np.sqrt(N) / 4)))
         by_leverage = np.argsort(-slack, kind="stable")
         edges = [0, *sorted({int(share * N) for share in _STRATA} - {0, N}), N]
         strata = [by_leverage[a:b] for a, b in pairwise(edges)]
         order = np.concatenate([rows[np.argsort(residuals[rows], kind="stable")] for rows in strata])
-        starts = np.concatenate([np.arange(a, b, _BLOCK) for a, b in pairwise(edges)])
+        starts = np.concatenate([np.arange(a, b, self.block) for a, b in pairwise(edges)])
         ends = np.append(starts[1:], N)
         at = np.append(starts, N)[:-1]
 
@@ -107,9 +108,9 @@ class SortedRows:
         inside, gone = _those_within(*bounds, self.counts, wanted)
         below += gone
         starts, counts = self.starts[inside], self.counts[inside]
-        at = (starts.unsqueeze(1) + torch.arange(_BLOCK, device=self.device)).flatten()
-        if bool((counts < _BLOCK).any()):
-            at = at[(torch.arange(_BLOCK, device=self.device) < counts.unsqueeze(1)).flatten()]
+        at = (starts.unsqueeze(1) + torch.arange(self.block, device=self.device)).flatten()
+        if bool((counts < self.block).any()):
+            at = at[(torch.arange(self.block, device=self.device) < counts.unsqueeze(1)).flatten()]
         e, s = self.e[at], self.s[at]
         inside, gone = _those_within(*changepoint_bounds(self.score, (e, e), (s, s), h), None, wanted - below)
         below += gone
