@@ -136,6 +136,9 @@ class FeatureRows:
         """The model's outputs for all rows, float64 (N, O)."""
         if self._predictions is None:
             size = self.jacobian.rows_per_pass(self.memory // 8)
-            starts = range(0, self.count, size)
-            self._predictions = torch.cat([self.jacobian.predict(self.x[i : i + size]).double() for i in starts])
+            # Into one tensor: small ones would settle where the rows of a chunk were, and memory grow by a chunk each.
+            found = torch.empty(self.count, self.outputs, dtype=torch.float64, device=self.x.device)
+            for i in range(0, self.count, size):
+                found[i : i + size] = self.jacobian.predict(self.x[i : i + size])
+            self._predictions = found
         return self._predictions
