@@ -92,6 +92,18 @@ PREDICTORS = {
         lambda cp, X, y: cp.conformalize(X[:25], y[:25]),
     ),
     "refined split": (fullcp.RefinedSplitConformalRegressor, {"l2": 0.5}, lambda cp, X, y: cp.conformalize(X, y)),
+    "informed split": (fullcp.InformedSplitConformalRegressor, {}, fit_both),
+    "informed split, dual, signed": (
+        fullcp.InformedSplitConformalRegressor,
+        {"residuals": "signed", "l2": [1.0, 2.0, 3.0, 4.0]},
+        lambda cp, X, y: cp.fit(X[:9], y[:9]).conformalize(X[35:], y[35:]),
+    ),
+    "informed split, kfac": (fullcp.InformedSplitConformalRegressor, {"curvature": "kfac"}, fit_both),
+    "informed split, last layer, deleted": (
+        fullcp.InformedSplitConformalRegressor,
+        {"curvature": "last_layer", "score": "deleted", "l2": 0.5},
+        fit_both,
+    ),
     "normalized split": (fullcp.NormalizedSplitConformalRegressor, {}, fit_both),
     "normalized split, dual, signed": (
         fullcp.NormalizedSplitConformalRegressor,

@@ -4,6 +4,7 @@ from fullcp.predictors.base import InfiniteIntervalWarning, NotFittedError, Pred
 from fullcp.predictors.candidate import CandidateGridWarning, CandidatePredictor
 from fullcp.predictors.full import FarFromMinimumWarning, FullConformalRegressor, MissingScoreWarning
 from fullcp.predictors.grid_full import GridFullConformalRegressor
+from fullcp.predictors.informed_split import InformedSplitConformalRegressor
 from fullcp.predictors.laplace import LaplaceRegressor
 from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
 from fullcp.predictors.quantile import ConformalizedQuantileRegressor
@@ -21,6 +22,7 @@ __all__ = [
     "FullConformalRegressor",
     "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
+    "InformedSplitConformalRegressor",
     "LaplaceRegressor",
     "MissingScoreWarning",
     "NormalizedSplitConformalRegressor",
