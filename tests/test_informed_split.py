@@ -36,7 +36,7 @@ def quietly(call, *arguments):
 
 @pytest.mark.parametrize("residuals", ["absolute", "signed"])
 @pytest.mark.parametrize("score", ["standard", "deleted", "studentized"])
-@settings(max_examples=120)
+@settings(max_examples=200)
 @given(problem=problems())
 def test_membership_equals_refits_with_ranks_over_calibration_rows(score, residuals, problem):
     """Whatever the weights of the linear model: the prior brings them to the ridge solution."""

@@ -19,7 +19,7 @@ ROOMS = [
     ["training"],
     ["influence"],
     ["regions"],
-    ["candidates"],
+    ["candidates", "leave_one_out"],
     ["engine"],
     ["predictors"],
     ["evaluation"],
