@@ -32,6 +32,7 @@ NEED_ROWS = (
     fullcp.FullConformalRegressor,
     fullcp.GridFullConformalRegressor,
     fullcp.InformedSplitConformalRegressor,
+    fullcp.JackknifePlusRegressor,
     fullcp.RetrainedFullConformalRegressor,
 )
 # With one output and, where the method can, with two.

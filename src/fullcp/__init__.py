@@ -12,11 +12,13 @@ from fullcp.curvature import LowRankWarning, NotPositiveDefiniteError, Refinemen
 from fullcp.predictors import (
     CandidateGridWarning,
     ConformalizedQuantileRegressor,
+    CVPlusRegressor,
     FarFromMinimumWarning,
     FullConformalRegressor,
     GridFullConformalRegressor,
     InfiniteIntervalWarning,
     InformedSplitConformalRegressor,
+    JackknifePlusRegressor,
     LaplaceRegressor,
     MissingScoreWarning,
     NormalizedSplitConformalRegressor,
@@ -30,6 +32,7 @@ from fullcp.predictors import (
 from fullcp.version import __version__
 
 __all__ = [
+    "CVPlusRegressor",
     "CandidateGridWarning",
     "ConformalizedQuantileRegressor",
     "FarFromMinimumWarning",
@@ -37,6 +40,7 @@ __all__ = [
     "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
     "InformedSplitConformalRegressor",
+    "JackknifePlusRegressor",
     "LaplaceRegressor",
     "LowRankWarning",
     "MissingScoreWarning",

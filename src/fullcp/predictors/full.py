@@ -164,7 +164,7 @@ class FullConformalRegressor(Predictor):
         self.shift_, self.tuning_ = shift, tuning
         self._keep(jacobian, len(rows.x), rows.columns)
         if not refines:
-            self._warn_if_far(shift)
+            warn_if_far(shift)
         return self
 
     @property
@@ -190,17 +190,6 @@ class FullConformalRegressor(Predictor):
         parts = [self._engine.score_lines(_phi(batch)) for _, batch in self._batches(rows.x)]
         A, B, b = (rows.origin.restore(torch.cat(tensors)) for tensors in zip(*parts, strict=True))
         return A, B, b
-
-    def _warn_if_far(self, shift: float) -> None:
-        """The closed forms are about a network at the minimum for its l2; say so where this one is not near it."""
-        if shift > _FAR:
-            warnings.warn(
-                "the network is far from a minimum for this l2: the step to it moves the training predictions by "
-                f"{shift:.2g} times the residuals that it leaves. Intervals may be too wide or too narrow: check l2 "
-                "(in sum scale), standardise X and y, train longer, or pass refine=True",
-                FarFromMinimumWarning,
-                stacklevel=3,
-            )
 
     def _warn_of_missing_scores(self, slack: Tensor, score: str, structure: str) -> None:
         """Say how many rows have leverages that leave no deleted or studentized score (see `fullcp.influence`)."""
@@ -302,6 +291,18 @@ class FullConformalRegressor(Predictor):
         self.curvature_choice_ = facts["choice"]
         self.shift_, self.tuning_ = facts["shift"], tuning_from(facts["tuning"])
         return jacobian
+
+
+def warn_if_far(shift: float) -> None:
+    """The closed forms are about a network at the minimum for its l2; say so where this one is not near it."""
+    if shift > _FAR:
+        warnings.warn(
+            "the network is far from a minimum for this l2: the step to it moves the training predictions by "
+            f"{shift:.2g} times the residuals that it leaves. Intervals may be too wide or too narrow: check l2 "
+            "(in sum scale), standardise X and y, train longer, or pass refine=True",
+            FarFromMinimumWarning,
+            stacklevel=3,
+        )
 
 
 def _phi(batch: Batch) -> Tensor:
