@@ -19,7 +19,7 @@ ROOMS = [
     ["training"],
     ["influence"],
     ["regions"],
-    ["candidates", "leave_one_out"],
+    ["calibration", "candidates", "leave_one_out"],
     ["engine"],
     ["predictors"],
     ["evaluation"],

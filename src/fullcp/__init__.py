@@ -8,6 +8,7 @@ True
 from typing import TYPE_CHECKING, Any
 
 from fullcp import evaluation, training, tuning
+from fullcp.calibration import calibration_share
 from fullcp.curvature import LowRankWarning, NotPositiveDefiniteError, RefinementWarning
 from fullcp.predictors import (
     CandidateGridWarning,
@@ -54,6 +55,7 @@ __all__ = [
     "RetrainedFullConformalRegressor",
     "SplitConformalRegressor",
     "__version__",
+    "calibration_share",
     "evaluation",
     "training",
     "tuning",
