@@ -32,6 +32,9 @@ from fullcp.progress import track
 from fullcp.training import Schedule, mlp, replicate, train_ensemble
 
 ROOT = Path(__file__).resolve().parent.parent
+COMMIT = subprocess.run(
+    ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+).stdout.strip()
 LEVELS = (0.8, 0.9, 0.95)
 SETS = ("yacht", "boston", "energy", "concrete", "kin8nm", "bike", "protein")
 DEEP = ("bike", "protein")  # three hidden layers, as in the paper
@@ -62,8 +65,10 @@ def read_bike(path):
     return np.column_stack([*hot, *rest, *calendar]).astype(float), frame["count"].to_numpy(float)
 
 
-def methods(model, l2, rows, cal):
+def methods(model, l2, rows, cal, brief):
     """What is compared, by name: methods that hold nothing out where there are no calibration rows."""
+    if len(cal[0]) == 0 and brief:
+        return {"ACP-GN": lambda: fullcp.FullConformalRegressor(model, l2=l2).conformalize(*rows)}
     if len(cal[0]) == 0:
         full = fullcp.FullConformalRegressor(model, l2=l2)
         refined = fullcp.FullConformalRegressor(model, l2=l2, refine=True)
@@ -93,7 +98,7 @@ def run(name, arguments):
             a, b = Standardizer.of(X[rows]), Standardizer.of(y[rows])  # calibration rows have no part in it
             parts.append((share, a, b, rows, held, test))
             data.append((a.transform(X[rows]), b.transform(y[rows])))
-    hidden = [50] * 3 if name in DEEP else [50]
+    hidden = arguments.hidden or ([50] * 3 if name in DEEP else [50])
     models = replicate(lambda: mlp(X.shape[1], hidden), range(arguments.seed, arguments.seed + len(parts)))
     started = time.perf_counter()
     if arguments.l2 is None:
@@ -106,7 +111,7 @@ def run(name, arguments):
     steps = list(zip(parts, data, models, runs, strict=True))
     for (share, a, b, _, held, test), rows, model, training in track(steps, name, len(steps)):
         cal = (a.transform(X[held]), b.transform(y[held]))
-        for method, make in methods(model, training.l2, rows, cal).items():
+        for method, make in methods(model, training.l2, rows, cal, arguments.brief).items():
             started = time.perf_counter()
             prediction, intervals = make().predict_interval(a.transform(X[test]), LEVELS)
             seconds = time.perf_counter() - started
@@ -123,9 +128,7 @@ def summarise(name, found, trained, arguments):
         "epochs": arguments.epochs,
         "seeds": f"splits {arguments.seed} of default_rng([seed; i]); networks from {arguments.seed} on",
         "command": "python benchmarks/informed.py " + shlex.join(sys.argv[1:]),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-        ).stdout.strip(),
+        "commit": COMMIT,
         "machine": f"{platform.machine()}; torch {torch.__version__}; {torch.get_num_threads()} thread(s)",
     }
     for (method, share, level), values in found.items():
@@ -173,6 +176,8 @@ def main():
     parser.add_argument("--epochs", type=int, default=2000)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5, 0.75])
     parser.add_argument("--l2", type=float, help="a fixed penalty in place of the marginal likelihood")
+    parser.add_argument("--hidden", type=int, nargs="+", help="hidden layers other than the paper's")
+    parser.add_argument("--brief", action="store_true", help="of the methods of all rows, ACP-GN alone")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "informed_split.csv")
     parser.add_argument("--picture", type=Path, help="draw what the results file holds, and where to put it")

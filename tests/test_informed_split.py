@@ -265,3 +265,11 @@ def test_what_is_wrong_is_said():
         cp.conformalize(X[30:], y[30:])
     with pytest.raises(ValueError, match="score must be"):
         INFORMED(model, score="best").fit(X, y)
+    for T in (8, 30):  # fewer rows than parameters, and more
+        with pytest.raises(ValueError, match="l2 must be one number, 4 values"):
+            INFORMED(model, l2=[1.0, 2.0]).fit(X[:T], y[:T])
+    far = X.clone()
+    far[40:42] *= 1e9
+    linear = INFORMED(nn.Linear(3, 1).double(), l2=1e-9).fit(X[:30], y[:30])
+    with pytest.raises(fullcp.NotPositiveDefiniteError, match="fit with a larger l2"):
+        linear.conformalize(far[30:42], y[30:42])

@@ -51,7 +51,7 @@ class FullConformalRegressor(Predictor):
     A Gauss-Newton influence step tells what training on the test point with any label would do to every residual;
     the prediction set follows in closed form. All the training data serve both the network and the intervals.
     Coverage is not guaranteed (the retraining is approximated), but in practice close to the level; where it must
-    hold, see `RefinedSplitConformalRegressor`.
+    hold, see `InformedSplitConformalRegressor`.
 
     Parameters
     ----------

@@ -23,6 +23,7 @@ from fullcp.curvature import (
     Curvature,
     NotPositiveDefiniteError,
     WhiteningCurvature,
+    expand_l2,
     fit_curvature,
     fit_whitened,
     form_for,
@@ -163,6 +164,9 @@ class TrainingRows:
     def __init__(self, network: LinearisedNetwork):
         self.network, self.jacobian = network, network.jacobian
         network.features.release()
+        expand_l2(
+            network.l2, self.jacobian.parameters, torch.device("cpu")
+        )  # a wrong one is refused before the second step
 
     def calibrate(self, x: Inputs, y: Tensor, memory: int) -> Calibration:
         """The exact curvature of all rows, asked about calibration rows."""
