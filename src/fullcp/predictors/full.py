@@ -71,11 +71,13 @@ class FullConformalRegressor(Predictor):
         "auto" is "studentized" with exact curvature, "standard" with an approximation (the paper's findings).
     residuals : "auto", "absolute" or "signed"
         "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
-    l2 : "marglik", float, or array of one value per parameter tensor or per parameter
+    l2 : "marglik", "leave_one_out", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale. "marglik" tunes it (and the noise) by the Laplace marginal likelihood on the
         training rows. If the network was trained with a penalty, that one is as good: for the mean of (y - f)^2 and
         weight decay w on N rows it is N w / 2, for the mean of (y - f)^2 / 2 it is N w. With curvature="last_layer"
         it is about that layer's parameters alone. "marglik" tunes with the curvature that the intervals use.
+        "leave_one_out" scales what it finds by the factor from 0.03 to 30 that makes leave-one-out residuals smallest
+        (exact curvature only, seven fits).
     refine : bool
         Move predictions and residuals to the ridge solution of the linearised network. Worth it for a network that
         was not trained to a minimum.

@@ -58,7 +58,7 @@ class JackknifePlusRegressor(PlusPredictor):
     normalized : bool
         Divide residuals by sqrt(1 + h), with the leverage h of the model without the row: intervals widen where the
         training rows say little. Without it, widths are nearly the same everywhere.
-    l2 : "marglik", float, or array of one value per parameter tensor or per parameter
+    l2 : "marglik", "leave_one_out", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
     refine : bool
         Move predictions and residuals to the ridge solution of the linearised network, about which the formulas are.

@@ -31,7 +31,7 @@ class NormalizedSplitConformalRegressor(TwoSteps, SplitConformalRegressor):
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto", "full", "kfac", "last_layer", "diagonal", "low_rank" or "low_rank:200"
         See `FullConformalRegressor`.
-    l2 : "marglik", float, or array of one value per parameter tensor or per parameter
+    l2 : "marglik", "leave_one_out", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
     residuals : "absolute" or "signed"
     parameters : None, str, sequence of str, or callable

@@ -132,7 +132,8 @@ class QuadraticPrior:
     def fit(cls, network: LinearisedNetwork) -> QuadraticPrior:
         """Curvature and gradient over the training rows, which are let go."""
         features, jacobian = network.features, network.jacobian
-        features.hold()
+        if network.structure != "kfac":  # one pass over gradients is all that is to come there
+            features.hold()
         fitted = fit_curvature(features, network.structure, network.l2, cross=False)
         state = fitted.state()
         gradient = state["l2"] * torch.cat([p.detach().flatten().double() for p in jacobian.parameters.values()])
