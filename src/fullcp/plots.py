@@ -113,6 +113,8 @@ def width_against_share(rows: Any, *, level: float) -> Any:
             axes.errorbar(share, width, error, color=color, marker=marker, markersize=4, linewidth=1.3, label=method)
         full = next(row for row in rows if row["dataset"] == name and row["method"] == "ACP-GN")
         axes.axhline(float(full["width"]), color=GREY, linestyle="--", linewidth=1.2, label="ACP-GN (no guarantee)")
+        shown = [float(row["width"]) for row in rows if row["dataset"] == name and row["method"] != "split + refine"]
+        axes.set_ylim(0.9 * min(shown), 1.15 * max(shown))  # split + refine on few rows is off any scale
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_xlabel("calibration share")
         axes.spines[["top", "right"]].set_visible(False)

@@ -110,9 +110,7 @@ def settle(l2: object, features: FeatureRows, e: Tensor, curvature: str) -> tupl
     if not isinstance(l2, str):
         return l2, None
     if l2 not in ("marglik", "leave_one_out"):
-        raise ValueError(
-            f"l2 must be 'marglik', a number or an array of numbers (or 'leave_one_out', on exact curvature), got {l2!r}"
-        )
+        raise ValueError(f"l2 must be 'marglik', a number or an array of numbers, or 'leave_one_out', got {l2!r}")
     tuning = tune(features, e, curvature=curvature)
     if l2 == "leave_one_out":
         scale = leave_one_out_scale(features, e, torch.from_numpy(tuning.l2), curvature)
