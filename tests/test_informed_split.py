@@ -209,7 +209,7 @@ def test_several_outputs(curvature, T_rows):
         INFORMED(model, residuals="absolute").fit(X[T], y[T])
 
 
-def test_kernels_of_large_networks_serve():
+def test_kernels_of_large_networks_serve(tmp_path):
     """Gradients of all rows do not fit, and nothing else changes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 400), nn.Tanh(), nn.Linear(400, 40), nn.Tanh(), nn.Linear(40, 1)).double()
@@ -221,7 +221,10 @@ def test_kernels_of_large_networks_serve():
     )
     assert isinstance(found.curvature_, PartOfRows)
     assert (found.curvature_.name, expected.curvature_.name) == ("full, kernels", "full, dual")
-    torch.testing.assert_close(found.predict_interval(X).intervals, expected.predict_interval(X).intervals)
+    intervals = found.predict_interval(X).intervals
+    torch.testing.assert_close(intervals, expected.predict_interval(X).intervals)
+    found.save(tmp_path / "cp")
+    assert torch.equal(INFORMED.load(tmp_path / "cp", model).predict_interval(X).intervals, intervals)
 
 
 def test_mapped_rows_serve(tmp_path):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fullcp.curvature.base import Curvature, Query
 from fullcp.curvature.full import PrimalCurvature
+from fullcp.curvature.kernels import KernelCurvature
 from fullcp.curvature.last_layer import LastLayerCurvature, penultimate_rows
 from fullcp.features import FeatureRows
 
@@ -65,6 +66,8 @@ def last_rows(curvature: Curvature, features: FeatureRows, skip: int) -> Curvatu
     if isinstance(curvature, LastLayerCurvature):
         rows = penultimate_rows(features)
         return LastLayerCurvature(rows, last_rows(curvature.single, rows, skip), curvature.diagonal)
+    if isinstance(curvature, KernelCurvature):
+        features.forgo()
     return PartOfRows(curvature, skip)
 
 
