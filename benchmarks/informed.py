@@ -5,7 +5,7 @@
 Random 90/10 splits. In each, networks are trained on all training rows and on what each calibration share leaves; those
 of all splits and shares are one ensemble, l2 tuned by the marginal likelihood while they train, as in the paper (fewer
 epochs). Results go to results/informed_split.csv, a row a set, method, share and level, and stay there for sets that
-are not run again. The picture: `python -m benchmarks.informed --picture docs/images/informed_split.png`, no training.
+are not run again. The picture: `python benchmarks/informed.py --picture docs/images/informed_split.png`, no training.
 """
 
 from __future__ import annotations
