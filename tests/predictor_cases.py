@@ -92,6 +92,18 @@ PREDICTORS = {
         lambda cp, X, y: cp.conformalize(X[:25], y[:25]),
     ),
     "refined split": (fullcp.RefinedSplitConformalRegressor, {"l2": 0.5}, lambda cp, X, y: cp.conformalize(X, y)),
+    "informed split": (fullcp.InformedSplitConformalRegressor, {}, fit_both),
+    "informed split, dual, signed": (
+        fullcp.InformedSplitConformalRegressor,
+        {"residuals": "signed", "l2": [1.0, 2.0, 3.0, 4.0]},
+        lambda cp, X, y: cp.fit(X[:9], y[:9]).conformalize(X[35:], y[35:]),
+    ),
+    "informed split, kfac": (fullcp.InformedSplitConformalRegressor, {"curvature": "kfac"}, fit_both),
+    "informed split, last layer, deleted": (
+        fullcp.InformedSplitConformalRegressor,
+        {"curvature": "last_layer", "score": "deleted", "l2": 0.5},
+        fit_both,
+    ),
     "normalized split": (fullcp.NormalizedSplitConformalRegressor, {}, fit_both),
     "normalized split, dual, signed": (
         fullcp.NormalizedSplitConformalRegressor,
@@ -110,6 +122,18 @@ PREDICTORS = {
         lambda cp, X, y: cp.fit(X[:6], y[:6]).conformalize(X[6:], y[6:]),
     ),
     "laplace, diagonal": (fullcp.LaplaceRegressor, {"curvature": "diagonal"}, lambda cp, X, y: cp.fit(X, y)),
+    "jackknife+": (fullcp.JackknifePlusRegressor, {}, lambda cp, X, y: cp.conformalize(X, y)),
+    "jackknife+, plain, dual": (
+        fullcp.JackknifePlusRegressor,
+        {"normalized": False, "refine": True, "l2": [1.0, 2.0, 3.0, 4.0]},
+        lambda cp, X, y: cp.conformalize(X[:25], y[:25]),
+    ),
+    "cv+": (fullcp.CVPlusRegressor, {"folds": 3, "epochs": 4}, lambda cp, X, y: cp.conformalize(X, y)),
+    "cv+, plain": (
+        fullcp.CVPlusRegressor,
+        {"folds": 2, "normalized": False, "epochs": 4},
+        lambda cp, X, y: cp.conformalize(X, y),
+    ),
     "residual fit": (fullcp.ResidualConformalRegressor, {"epochs": 8}, fit_both),
     "residual fit, signed": (
         fullcp.ResidualConformalRegressor,

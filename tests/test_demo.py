@@ -25,13 +25,13 @@ def test_demo_command(tmp_path):
     done = run("demo", "--splits", "2", "--epochs", "60", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    for method in ("ACP-GN", "SCP-GN", "SCP", "split + refine", "LA"):
+    for method in ("ACP-GN", "informed split", "SCP-GN", "SCP", "split + refine", "jackknife+", "LA"):
         assert any(line.split("  ")[0].strip() == method for line in done.stdout.splitlines())
     files = sorted(path.name for path in Path(tmp_path, "demo_output").iterdir())
     assert files == ["diabetes.csv", "figure1.png"]
     with open(tmp_path / "demo_output" / "diabetes.csv") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 5 * 3
+    assert len(rows) == 7 * 3
     for row in rows:
         assert 0.6 < float(row["coverage"]) <= 1
         assert 50 < float(row["width"]) < 500
@@ -73,6 +73,23 @@ def test_figure_draws():
     FigureCanvasAgg(figure).draw()
     assert len(figure.axes) == 4
     assert [axes.get_xlabel() for axes in figure.axes] == ["", "", "x", "candidate label y"]
+
+
+def test_widths_against_shares_draw():
+    facts = {"width_se": "0.1", "level": "0.9"}
+    rows = [
+        {"dataset": name, "method": method, "calibration_share": share, "width": 1 + float(share), **facts}
+        for name in ("a", "b", "c", "d", "e")
+        for method, shares in (("ACP-GN", ["0"]), ("informed split", ["0.25", "0.5"]), ("SCP-GN", ["0.5"]))
+        for share in shares
+    ]
+    figure = plots.width_against_share([*rows, {**rows[0], "level": "0.8", "dataset": "other"}], level=0.9)
+    FigureCanvasAgg(figure).draw()
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title(loc="left") for axes in shown] == ["a", "b", "c", "d", "e"]
+    informed = shown[1].containers[0].lines[0]
+    assert informed.get_xdata().tolist() == [0.25, 0.5]
+    assert informed.get_ydata().tolist() == [1.25, 1.5]
 
 
 def test_data():

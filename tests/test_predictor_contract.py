@@ -31,6 +31,8 @@ from predictor_cases import (
 NEED_ROWS = (
     fullcp.FullConformalRegressor,
     fullcp.GridFullConformalRegressor,
+    fullcp.InformedSplitConformalRegressor,
+    fullcp.JackknifePlusRegressor,
     fullcp.RetrainedFullConformalRegressor,
 )
 # With one output and, where the method can, with two.

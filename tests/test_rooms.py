@@ -19,7 +19,7 @@ ROOMS = [
     ["training"],
     ["influence"],
     ["regions"],
-    ["candidates", "pruning"],
+    ["calibration", "candidates", "leave_one_out", "pruning"],
     ["engine"],
     ["predictors"],
     ["evaluation"],

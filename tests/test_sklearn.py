@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from joblib import parallel_config
+from scipy.stats import binom
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -41,8 +42,10 @@ def fitted():
     return quick().fit(X, y)
 
 
-# Passing takes an R^2 of one half on 200 rows, and 10 epochs are enough for it.
-@parametrize_with_checks([FullConformalMLPRegressor(max_iter=10)])
+# Passing takes an R^2 of one half on 200 rows, and 10 epochs are enough for it; fewer rows take a few more.
+@parametrize_with_checks(
+    [FullConformalMLPRegressor(max_iter=10), FullConformalMLPRegressor(max_iter=15, guarantee=True)]
+)
 def test_scikit_learn_checks(estimator, check):
     check(estimator)
 
@@ -90,6 +93,61 @@ def test_the_steps_by_hand_give_the_same(settings, tuning):
     assert regressor.n_iter_ == len(regressor.loss_curve_) == settings["max_iter"]
     assert regressor.log_marginal_likelihood_ == training.log_marginal_likelihood
     assert regressor.noise_ == (None if l2 == 3.0 else pytest.approx(training.noise * y.std()))
+
+
+@pytest.mark.parametrize("calibration", [None, 0.3])
+def test_with_a_guarantee_calibration_rows_are_held_out_of_everything(calibration):
+    regressor = FullConformalMLPRegressor(max_iter=60, random_state=7, guarantee=True, calibration=calibration)
+    regressor.fit(X, y)
+    held = regressor.calibration_rows_
+    rows = np.setdiff1d(np.arange(120), held)
+    assert len(held) == (round(120 * fullcp.calibration_share(120, 0.9)) if calibration is None else 36)
+    seed = check_random_state(7).randint(np.iinfo(np.int32).max)
+    x_scaler, y_scaler = Standardizer.of(X[rows]), Standardizer.of(y[rows])
+    A, b = x_scaler.transform(X), y_scaler.transform(y)
+    (model,) = replicate(lambda: mlp(3, (50,)), [seed])
+    tuning = fullcp.training.Schedule(burn_in=6, every=3)
+    training = train(model, A[rows], b[rows], l2="marglik", epochs=60, seed=seed, tuning=tuning)
+    cp = fullcp.InformedSplitConformalRegressor(model.double(), l2=training.l2, score="studentized")
+    expected = cp.fit(A[rows], b[rows]).conformalize(A[held], b[held]).predict_interval(A[:9], [0.8, 0.9])
+    found = regressor.predict_interval(X[:9], [0.8, 0.9])
+    np.testing.assert_array_equal(found.intervals, y_scaler.inverse(expected.intervals))
+    np.testing.assert_array_equal(regressor.predict(X[:9]), found.prediction)
+
+    changed = y.copy()
+    changed[held] += 1000  # moves nothing that was trained, tuned or scaled
+    again = clone(regressor).fit(X, changed)
+    np.testing.assert_array_equal(again.calibration_rows_, held)
+    np.testing.assert_array_equal(again.l2_, regressor.l2_)
+    assert again.y_scaler_ == regressor.y_scaler_
+    assert all(torch.equal(a, b) for a, b in zip(again.model_.parameters(), regressor.model_.parameters()))
+
+
+def test_coverage_with_a_guarantee_is_exactly_binomial():
+    """An absurd network: of 300 data sets, one test point each, as many are covered as ranks say."""
+    rng = np.random.default_rng(5)
+    covered = 0
+    for i in range(300):
+        A = rng.normal(size=(61, 2))
+        b = A[:, 0] + (0.1 + np.abs(A[:, 1])) * rng.standard_t(2, size=61)
+        settings = {"l2": 1e-3, "hidden_layer_sizes": 8, "guarantee": True, "calibration": 0.65}
+        regressor = quick(max_iter=3, learning_rate=(0.3, 0.3), **{**settings, "random_state": i}).fit(A[1:], b[1:])
+        covered += int(regressor.p_value(A[:1], b[:1])[0] > 0.2)
+    assert len(regressor.calibration_rows_) == 39
+    assert binom.ppf(0.0005, 300, 0.8) <= covered <= binom.ppf(0.9995, 300, 0.8)
+
+
+def test_what_a_guarantee_cannot_take():
+    for settings, message in (
+        ({"guarantee": "yes"}, "guarantee must be True or False"),
+        ({"calibration": "half"}, "calibration must be a number"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            quick(**settings).fit(X, y)
+    with pytest.raises(ValueError, match="calibration must lie between 0 and 1"):
+        quick(guarantee=True, calibration=1.0).fit(X, y)
+    with pytest.raises(ValueError, match="needs at least 4 rows"):
+        quick(guarantee=True).fit(X[:3], y[:3])
 
 
 def test_units_of_the_data_do_not_matter(fitted):

@@ -8,14 +8,18 @@ True
 from typing import TYPE_CHECKING, Any
 
 from fullcp import evaluation, training, tuning
+from fullcp.calibration import calibration_share
 from fullcp.curvature import LowRankWarning, NotPositiveDefiniteError, RefinementWarning
 from fullcp.predictors import (
     CandidateGridWarning,
     ConformalizedQuantileRegressor,
+    CVPlusRegressor,
     FarFromMinimumWarning,
     FullConformalRegressor,
     GridFullConformalRegressor,
     InfiniteIntervalWarning,
+    InformedSplitConformalRegressor,
+    JackknifePlusRegressor,
     LaplaceRegressor,
     MissingScoreWarning,
     NormalizedSplitConformalRegressor,
@@ -29,12 +33,15 @@ from fullcp.predictors import (
 from fullcp.version import __version__
 
 __all__ = [
+    "CVPlusRegressor",
     "CandidateGridWarning",
     "ConformalizedQuantileRegressor",
     "FarFromMinimumWarning",
     "FullConformalRegressor",
     "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
+    "InformedSplitConformalRegressor",
+    "JackknifePlusRegressor",
     "LaplaceRegressor",
     "LowRankWarning",
     "MissingScoreWarning",
@@ -48,6 +55,7 @@ __all__ = [
     "RetrainedFullConformalRegressor",
     "SplitConformalRegressor",
     "__version__",
+    "calibration_share",
     "evaluation",
     "training",
     "tuning",

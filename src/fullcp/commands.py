@@ -37,7 +37,7 @@ def demo(
     epochs: Annotated[int, typer.Option(min=1, help="Training epochs of each network.")] = 300,
     seed: Annotated[int, typer.Option(help="Seed of splits and networks.")] = 0,
 ) -> None:
-    """Compare five methods on the diabetes data and draw the paper's first figure."""
+    """Compare seven methods on the diabetes data and draw the paper's first figure."""
     import torch
 
     from fullcp import plots
@@ -71,8 +71,8 @@ def demo(
         console=console,
     )
     console.print(
-        "ACP-GN and LA use all training rows, without a guarantee of coverage. SCP-GN, SCP and\n"
-        "split + refine keep half of the rows for calibration, and have one.",
+        "ACP-GN, jackknife+ and LA use all training rows, without a guarantee of coverage. The informed\n"
+        "split keeps a quarter of the rows for calibration, SCP-GN, SCP and split + refine half; they have one.",
         highlight=False,
         soft_wrap=True,
     )

@@ -86,3 +86,40 @@ def introduction_figure(intro: Any) -> Any:
         places = {lines: "upper center", stairs: "upper right"}
         axes.legend(fontsize=8, frameon=False, loc=places.get(axes, "lower left"))
     return figure
+
+
+def width_against_share(rows: Any, *, level: float) -> Any:
+    """Mean width against the share of rows that calibrate, a panel a set; returns a matplotlib figure.
+
+    Parameters
+    ----------
+    rows : dicts with dataset, method, calibration_share (0 for methods that hold nothing out), level, width, width_se
+        As `benchmarks/informed.py` writes them; numbers may be text.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if float(row["level"]) == level]
+    sets = list(dict.fromkeys(row["dataset"] for row in rows))
+    columns = min(4, len(sets))
+    figure = Figure(figsize=(3.1 * columns, 2.9 * -(-len(sets) // columns) + 0.4), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(-(-len(sets) // columns), columns)).ravel()
+    styles = {"informed split": (BLUE, "o"), "SCP-GN": (ORANGE, "s"), "split + refine": (GREEN, "^")}
+    for axes, name in zip(panels, sets, strict=False):
+        for method, (color, marker) in styles.items():
+            found = [row for row in rows if row["dataset"] == name and row["method"] == method]
+            share, width, error = (
+                [float(row[key]) for row in found] for key in ("calibration_share", "width", "width_se")
+            )
+            axes.errorbar(share, width, error, color=color, marker=marker, markersize=4, linewidth=1.3, label=method)
+        full = next(row for row in rows if row["dataset"] == name and row["method"] == "ACP-GN")
+        axes.axhline(float(full["width"]), color=GREY, linestyle="--", linewidth=1.2, label="ACP-GN (no guarantee)")
+        shown = [float(row["width"]) for row in rows if row["dataset"] == name and row["method"] != "split + refine"]
+        axes.set_ylim(0.9 * min(shown), 1.15 * max(shown))  # split + refine on few rows is off any scale
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.set_xlabel("calibration share")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[len(sets) :]:
+        axes.set_visible(False)
+    panels[0].set_ylabel(f"mean width at {level:.0%}")
+    panels[0].legend(fontsize=7, frameon=False)
+    return figure

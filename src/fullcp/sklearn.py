@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import nn
 from typing_extensions import Self
 
+from fullcp.calibration import calibration_share
 from fullcp.data import Standardizer
 from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice, check_positive_int, read_levels
 from fullcp.memory import DEFAULT_MEMORY, parse_memory
-from fullcp.predictors import FullConformalRegressor, PredictionIntervals
+from fullcp.predictors import FullConformalRegressor, InformedSplitConformalRegressor, PredictionIntervals
 from fullcp.training import Schedule, Training, mlp, replicate, train
 
 try:
@@ -26,6 +27,7 @@ except ImportError as error:
     raise ImportError('fullcp.sklearn needs scikit-learn 1.6 or later: pip install "fullcp[sklearn]"') from error
 
 Array = NDArray[np.float64]
+Rows = NDArray[np.int64]
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "gelu": nn.GELU,
@@ -41,7 +43,8 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
     """Multi-layer perceptron with full conformal prediction intervals (ACP-GN), for scikit-learn.
 
     `fit` standardises X and y, trains the network, tunes its ridge penalty by the marginal likelihood while it
-    trains, and prepares the intervals, all on the same rows. Everything that comes out is in the units of y.
+    trains, and prepares the intervals, all on the same rows; with `guarantee=True` it holds some rows out for
+    calibration (the informed split). Everything that comes out is in the units of y.
 
     Parameters
     ----------
@@ -64,7 +67,16 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         The ends of Adam's cosine schedule.
     refine : bool
         Move predictions and residuals to the ridge solution of the linearised network. Worth it for a network that
-        was not trained to a minimum, of which a `fullcp.FarFromMinimumWarning` tells.
+        was not trained to a minimum, of which a `fullcp.FarFromMinimumWarning` tells. With `guarantee=True` that is
+        part of the method.
+    guarantee : bool
+        False: intervals of all rows, with coverage close to the level (`fullcp.FullConformalRegressor`). True: coverage
+        of at least the level, for one target, as long as rows are exchangeable
+        (`fullcp.InformedSplitConformalRegressor`). Standardising, training and tuning see the training part alone. A
+        search over settings that sees all rows costs the guarantee: keep rows out of it for the last fit.
+    calibration : float in (0, 1), or None
+        The share of rows held out with `guarantee=True`, drawn at random. None is what `fullcp.calibration_share`
+        proposes for `confidence_level`: give the highest level here that you will ask for.
     confidence_level : float or sequence of floats in (0, 1)
         What `predict_interval` takes unless it is told otherwise.
     random_state : int, RandomState instance or None
@@ -78,9 +90,11 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
     ----------
     model_ : torch.nn.Sequential
         The trained network, of standardised inputs and targets, in float64.
-    predictor_ : `fullcp.FullConformalRegressor`
+    predictor_ : `fullcp.FullConformalRegressor` or `fullcp.InformedSplitConformalRegressor`
         What makes the intervals, on standardised data too.
     x_scaler_, y_scaler_ : means and standard deviations of the training rows.
+    calibration_rows_ : array of int
+        The rows held out, in order; empty without a guarantee.
     l2_ : the ridge penalty, given or tuned.
     noise_ : float, or array (O,) for several targets
         Standard deviation of the noise in the units of y; None where l2 was given.
@@ -114,6 +128,8 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         batch_size: int = 256,
         learning_rate: tuple[float, float] = (1e-2, 1e-5),
         refine: bool = False,
+        guarantee: bool = False,
+        calibration: float | None = None,
         confidence_level: Any = 0.9,
         random_state: Any = None,
         device: str | torch.device = "cpu",
@@ -128,6 +144,8 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         self.batch_size = batch_size
         self.learning_rate = learning_rate
         self.refine = refine
+        self.guarantee = guarantee
+        self.calibration = calibration
         self.confidence_level = confidence_level
         self.random_state = random_state
         self.device = device
@@ -149,13 +167,15 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         if outputs > 1 and self.residuals == "absolute":
             raise ValueError(f"residuals='absolute' needs one target, y has {outputs}: use 'signed' or 'auto'")
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
-        x_scaler, y_scaler = Standardizer.of(X), Standardizer.of(y)
+        rows, held = self._split(len(X), "absolute" if outputs == 1 else "signed", seed)
+        x_scaler, y_scaler = Standardizer.of(X[rows]), Standardizer.of(y[rows])
         X, y = x_scaler.transform(X), y_scaler.transform(y)
         activation = ACTIVATIONS[self.activation]
         (model,) = replicate(lambda: mlp(X.shape[1], hidden, outputs, activation).to(device, torch.float32), [seed])
-        training = self._train(model, X, y, seed)
-        self.predictor_ = self._conformalize(model, training, X, y)
+        training = self._train(model, X[rows], y[rows], seed)
+        self.predictor_ = self._conformalize(model, training, (X[rows], y[rows]), (X[held], y[held]))
         self.model_ = model
+        self.calibration_rows_ = held
         self.x_scaler_, self.y_scaler_ = x_scaler, y_scaler
         self._take_notes(training)
         return self
@@ -233,8 +253,11 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         check_choice("conformity_score", self.conformity_score, SCORES)
         check_choice("residuals", self.residuals, ("auto", *RESIDUALS))
         check_positive_int("max_iter", self.max_iter)
-        if not isinstance(self.refine, (bool, np.bool_)):
-            raise TypeError(f"refine must be True or False, got {self.refine!r}")
+        for name in ("refine", "guarantee"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.calibration is not None:
+            _check_share(self.calibration)
         read_levels(self.confidence_level)
         parse_memory(self.memory)
         return _read_sizes(self.hidden_layer_sizes), _read_device(self.device)
@@ -247,10 +270,29 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         model.double()
         return training
 
-    def _conformalize(self, model: nn.Module, training: Training, X: Array, y: Array) -> FullConformalRegressor:
+    def _conformalize(
+        self, model: nn.Module, training: Training, rows: tuple[Array, Array], held: tuple[Array, Array]
+    ) -> FullConformalRegressor:
         settings: dict[str, Any] = {"score": self.conformity_score, "residuals": self.residuals, "memory": self.memory}
+        if self.guarantee:
+            informed = InformedSplitConformalRegressor(model, l2=training.l2, **settings)
+            return informed.fit(*rows).conformalize(*held)
         predictor = FullConformalRegressor(model, l2=training.l2, refine=bool(self.refine), **settings)
-        return predictor.conformalize(X, y)
+        return predictor.conformalize(*rows)
+
+    def _split(self, n: int, residuals: str, seed: int) -> tuple[Rows, Rows]:
+        """The rows to train on and those to calibrate on, all and none without a guarantee."""
+        if not self.guarantee:
+            return np.arange(n), np.arange(0)
+        if n < 4:
+            raise ValueError(f"guarantee=True needs at least 4 rows, to train on and to calibrate on: X has {n}")
+        residuals = residuals if self.residuals == "auto" else self.residuals
+        share = self.calibration
+        if share is None:
+            share = calibration_share(n, self.confidence_level, residuals=residuals)
+        count = min(max(round(n * share), 2), n - 2)
+        order = np.random.default_rng(seed).permutation(n)
+        return np.sort(order[count:]), np.sort(order[:count])
 
     def _take_notes(self, training: Training) -> None:
         tuned = training.log_marginal_likelihood is not None
@@ -275,6 +317,13 @@ def _schedule(epochs: int) -> Schedule:
     """The paper's tuning from 1,000 epochs on; a shorter training is tuned as often as one of 1,000."""
     paper = Schedule()
     return Schedule(burn_in=min(paper.burn_in, max(1, epochs // 10)), every=min(paper.every, max(1, epochs // 20)))
+
+
+def _check_share(share: Any) -> None:
+    if isinstance(share, bool) or not isinstance(share, Real):
+        raise TypeError(f"calibration must be a number between 0 and 1 or None, got {share!r}")
+    if not 0 < float(share) < 1:
+        raise ValueError(f"calibration must lie between 0 and 1, got {share!r}")
 
 
 def _scaled(pieces: list[tuple[float, float]], mean: float, scale: float) -> list[tuple[float, float]]:

@@ -89,8 +89,51 @@ class StoredRows:
         )
 
 
+class JoinedRows(StoredRows):
+    """Two sets of rows one after the other, either or both in files, as one; asked for in ascending order.
+
+    Examples
+    --------
+    >>> rows = JoinedRows(torch.zeros(2, 1), torch.ones(3, 1))
+    >>> rows[1:3].tolist(), rows[::2].tolist(), len(rows)
+    ([[0.0], [1.0]], [[0.0], [1.0], [1.0]], 5)
+    """
+
+    def __init__(self, first: Tensor | StoredRows, second: Tensor | StoredRows):
+        self._parts, self._cut = (first, second), len(first)
+        self.dtype, self.device = first.dtype, first.device
+        self.shape = (len(first) + len(second), *first.shape[1:])
+
+    def __getitem__(self, rows: slice | list[int]) -> Tensor:
+        return torch.cat([part[at] for part, at in zip(self._parts, self._parted(rows), strict=True)])
+
+    def as_stored(self, rows: slice | list[int]) -> Tensor:
+        """The rows in the dtype of the network, on the CPU: that of the files need not be one."""
+        return self[rows].cpu()
+
+    def mapped(self) -> Tensor:
+        """All rows as one tensor in memory."""
+        return torch.cat([as_tensor(part).to(self.device, self.dtype) for part in self._parts])
+
+    def _parted(self, rows: slice | list[int]) -> tuple[Any, Any]:
+        """What is asked of each part; the first part's rows come first."""
+        if isinstance(rows, slice) and rows.step in (None, 1):
+            start, stop, _ = rows.indices(len(self))
+            cut = self._cut
+            return slice(min(start, cut), min(stop, cut)), slice(max(start - cut, 0), max(stop - cut, 0))
+        picks = list(range(*rows.indices(len(self)))) if isinstance(rows, slice) else rows
+        return [i for i in picks if i < self._cut], [i - self._cut for i in picks if i >= self._cut]
+
+
 Inputs: TypeAlias = Tensor | StoredRows
 """Rows of inputs (N, ...), in memory or in a file."""
+
+
+def join(first: Inputs, second: Inputs) -> Inputs:
+    """Both sets of rows as one, (N + n, ...)."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.cat([first, second])
+    return JoinedRows(first, second)
 
 
 def as_tensor(x: Inputs) -> Tensor:

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query
+from fullcp.curvature.base import Curvature, NotPositiveDefiniteError, Query, WhiteningCurvature
 from fullcp.curvature.choice import Choice, choose
 from fullcp.curvature.diagonal import diagonal_blocks, fit_diagonal, restore_diagonal
 from fullcp.curvature.eigen import Block
-from fullcp.curvature.full import fit_full, restore_full
+from fullcp.curvature.full import fit_full, fit_whitened, form_for, restore_full
 from fullcp.curvature.kernels import KernelCurvature
 from fullcp.curvature.kfac import fit_kfac, kfac_blocks, restore_kfac
 from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, restore_last_layer
@@ -21,6 +21,7 @@ from fullcp.curvature.low_rank import (
     low_rank_ranks,
     restore_low_rank,
 )
+from fullcp.curvature.part import PartOfRows, last_rows, needs_all_rows
 from fullcp.curvature.penalty import expand_l2
 from fullcp.curvature.points import linear_change, look_at, points_within
 from fullcp.curvature.ridge import RefinementWarning
@@ -47,19 +48,25 @@ __all__ = [
     "KernelCurvature",
     "LowRankWarning",
     "NotPositiveDefiniteError",
+    "PartOfRows",
     "Query",
     "RefinementWarning",
+    "WhiteningCurvature",
     "check_structure",
     "choose",
     "expand_l2",
     "fit_curvature",
+    "fit_whitened",
+    "form_for",
     "jacobian_for",
     "last_layer_gram",
+    "last_rows",
     "linear_change",
     "look_at",
     "low_rank_error",
     "low_rank_factor",
     "low_rank_ranks",
+    "needs_all_rows",
     "points_within",
     "read_structure",
     "restore",

@@ -110,5 +110,12 @@ class Curvature(Protocol):
         """The tensors from which the structure can be restored without another fit."""
 
 
+class WhiteningCurvature(Curvature, Protocol):
+    """A curvature that knows a root of H, and stands alone."""
+
+    def whiten(self, phi: Tensor) -> Tensor:
+        """Rows psi with psi psi^T = phi H^-1 phi^T, for phi (m, O, D): (m, O, D)."""
+
+
 class NotPositiveDefiniteError(ValueError):
     """H cannot be factorised: the message says which l2 or which rows are to blame."""

@@ -97,12 +97,16 @@ class EigenCurvature:
 
     def leverage(self, phi: Tensor) -> Tensor:
         """V of test points (m, O, D): (m, O, O)."""
-        whitened = self._whiten(phi.double())
+        whitened = self.whiten(phi)
         return whitened @ whitened.mT
+
+    def whiten(self, phi: Tensor) -> Tensor:
+        """Rows psi with psi psi^T = phi H^-1 phi^T, for phi (m, O, D): (m, O, D)."""
+        return self._whiten(phi.double())
 
     def query(self, phi: Tensor) -> Query:
         """Leverages and cross leverages of test points (m, O, D)."""
-        whitened = self._whiten(phi.double())
+        whitened = self.whiten(phi)
         solved = self._whiten_back(whitened)  # H^-1 phi^T, (m, O, D)
         return Query(whitened @ whitened.mT, cross_from(self.features, solved))
 

@@ -54,6 +54,12 @@ def factorise(features: FeatureRows, diagonal: Tensor, *, cross: bool = True, fo
     return DualCurvature(features, diagonal) if rows is None else KernelCurvature(features, diagonal, rows)
 
 
+def fit_whitened(features: FeatureRows) -> Curvature:
+    """I + sum_i psi_i psi_i^T over the rows of `features`, whose coordinates no kernel of layers knows."""
+    diagonal = torch.ones(features.size, dtype=torch.float64, device=features.x.device)
+    return factorise(features, diagonal, form=form_for(features.count * features.outputs, features.size))
+
+
 def form_for(rows: int, size: int) -> str:
     """The smaller form for n rows of D parameters, and of equal ones the more exact."""
     return "primal" if size <= rows else "dual"
@@ -104,6 +110,10 @@ class PrimalCurvature:
         if phi.shape[1] == 1:
             return whitened.square_().sum(0).view(-1, 1, 1)
         return gram_blocks(whitened, phi.shape[1])
+
+    def whiten(self, phi: Tensor) -> Tensor:
+        """Rows psi with psi psi^T = phi H^-1 phi^T, for phi (m, O, D): (m, O, D)."""
+        return self._whiten(phi).T.view(phi.shape)
 
     def query(self, phi: Tensor) -> Query:
         """Leverages and cross leverages of test points (m, O, D)."""

@@ -1,4 +1,4 @@
-"""The demo: width and coverage of five methods on the diabetes data, over a few random splits."""
+"""The demo: width and coverage of seven methods on the diabetes data, over a few random splits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fullcp.data import Standardizer, halves, load_diabetes, random_splits
 from fullcp.evaluation import Evaluation, evaluate
 from fullcp.predictors import (
     FullConformalRegressor,
+    InformedSplitConformalRegressor,
+    JackknifePlusRegressor,
     LaplaceRegressor,
     NormalizedSplitConformalRegressor,
     PredictionIntervals,
@@ -54,6 +56,8 @@ class _Split:
     everything: Rows
     fit: Rows
     cal: Rows
+    more: Rows  # three quarters to train on, and the quarter left to calibrate
+    less: Rows
     test: Rows
     scale: Standardizer
 
@@ -62,13 +66,13 @@ def run(splits: int = 10, *, epochs: int = 300, seed: int = 0) -> list[Summary]:
     """Train the networks of all splits as one ensemble, conformalize by each method, evaluate on the test rows."""
     X, y = load_diabetes()
     parts = [_split(X, y, train_rows, test_rows) for train_rows, test_rows in random_splits(len(X), splits, seed=seed)]
-    seeds = [seed + i for i in range(splits) for _ in range(2)]
+    seeds = [seed + i for i in range(splits) for _ in range(3)]
     models = replicate(lambda: mlp(X.shape[1]), seeds)
-    data = [rows for part in parts for rows in (part.everything, part.fit)]
+    data = [rows for part in parts for rows in (part.everything, part.fit, part.more)]
     train_ensemble(models, data, l2=L2, epochs=epochs, seed=seeds)
     found: dict[str, list[list[Evaluation]]] = {}
     for i, part in enumerate(track(parts, "splits", len(parts))):
-        for name, result in _methods(part, *models[2 * i : 2 * i + 2]):
+        for name, result in _methods(part, *models[3 * i : 3 * i + 3]):
             found.setdefault(name, []).append(evaluate(part.test[1], result, LEVELS))
     return [
         _summarise(name, level, [run[j] for run in runs])
@@ -80,18 +84,22 @@ def run(splits: int = 10, *, epochs: int = 300, seed: int = 0) -> list[Summary]:
 def _split(X: Array, y: Array, train_rows: NDArray[np.int64], test_rows: NDArray[np.int64]) -> _Split:
     x_scale, y_scale = Standardizer.of(X[train_rows]), Standardizer.of(y[train_rows])
     Z, t = x_scale.transform(X), y_scale.transform(y)
-    fit_rows, cal_rows = halves(train_rows)
-    everything, fit, cal = ((Z[rows], t[rows]) for rows in (train_rows, fit_rows, cal_rows))
-    return _Split(everything, fit, cal, (Z[test_rows], y[test_rows]), y_scale)
+    parts = (train_rows, *halves(train_rows), *halves(train_rows, share=0.25))
+    everything, fit, cal, more, less = ((Z[rows], t[rows]) for rows in parts)
+    return _Split(everything, fit, cal, more, less, (Z[test_rows], y[test_rows]), y_scale)
 
 
-def _methods(part: _Split, full: torch.nn.Module, half: torch.nn.Module) -> Iterator[tuple[str, PredictionIntervals]]:
+def _methods(
+    part: _Split, full: torch.nn.Module, half: torch.nn.Module, most: torch.nn.Module
+) -> Iterator[tuple[str, PredictionIntervals]]:
     """Each method's intervals on the test rows, in the target's units."""
     makers: dict[str, Callable[[], Predictor]] = {
         "ACP-GN": lambda: FullConformalRegressor(full, l2=L2).conformalize(*part.everything),
+        "informed split": lambda: InformedSplitConformalRegressor(most, l2=L2).fit(*part.more).conformalize(*part.less),
         "SCP-GN": lambda: NormalizedSplitConformalRegressor(half, l2=L2).fit(*part.fit).conformalize(*part.cal),
         "SCP": lambda: SplitConformalRegressor(half).conformalize(*part.cal),
         "split + refine": lambda: RefinedSplitConformalRegressor(half, l2=L2).conformalize(*part.cal),
+        "jackknife+": lambda: JackknifePlusRegressor(full, l2=L2).conformalize(*part.everything),
         "LA": lambda: LaplaceRegressor(full, l2=L2).fit(*part.everything),
     }
     for name, make in makers.items():

@@ -7,6 +7,7 @@ from fullcp.features.perturbed import PerturbedNetwork
 from fullcp.features.products import gram_block_product, gram_product
 from fullcp.features.rows import FeatureRows, RowIndex
 from fullcp.features.subset import select_parameters
+from fullcp.features.whitened import WhitenedJacobian
 
 __all__ = [
     "FeatureRows",
@@ -15,6 +16,7 @@ __all__ = [
     "Network",
     "PerturbedNetwork",
     "RowIndex",
+    "WhitenedJacobian",
     "gram_block_product",
     "gram_product",
     "kernel_rows",

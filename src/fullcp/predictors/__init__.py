@@ -2,8 +2,11 @@
 
 from fullcp.predictors.base import InfiniteIntervalWarning, NotFittedError, Predictor
 from fullcp.predictors.candidate import CandidateGridWarning, CandidatePredictor
+from fullcp.predictors.cv_plus import CVPlusRegressor
 from fullcp.predictors.full import FarFromMinimumWarning, FullConformalRegressor, MissingScoreWarning
 from fullcp.predictors.grid_full import GridFullConformalRegressor
+from fullcp.predictors.informed_split import InformedSplitConformalRegressor
+from fullcp.predictors.jackknife import JackknifePlusRegressor
 from fullcp.predictors.laplace import LaplaceRegressor
 from fullcp.predictors.normalized_split import NormalizedSplitConformalRegressor
 from fullcp.predictors.quantile import ConformalizedQuantileRegressor
@@ -14,6 +17,7 @@ from fullcp.predictors.retrained_full import RetrainedFullConformalRegressor
 from fullcp.predictors.split import SplitConformalRegressor
 
 __all__ = [
+    "CVPlusRegressor",
     "CandidateGridWarning",
     "CandidatePredictor",
     "ConformalizedQuantileRegressor",
@@ -21,6 +25,8 @@ __all__ = [
     "FullConformalRegressor",
     "GridFullConformalRegressor",
     "InfiniteIntervalWarning",
+    "InformedSplitConformalRegressor",
+    "JackknifePlusRegressor",
     "LaplaceRegressor",
     "MissingScoreWarning",
     "NormalizedSplitConformalRegressor",

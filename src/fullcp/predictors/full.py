@@ -51,7 +51,7 @@ class FullConformalRegressor(Predictor):
     A Gauss-Newton influence step tells what training on the test point with any label would do to every residual;
     the prediction set follows in closed form. All the training data serve both the network and the intervals.
     Coverage is not guaranteed (the retraining is approximated), but in practice close to the level; where it must
-    hold, see `RefinedSplitConformalRegressor`.
+    hold, see `InformedSplitConformalRegressor`.
 
     Parameters
     ----------
@@ -71,11 +71,13 @@ class FullConformalRegressor(Predictor):
         "auto" is "studentized" with exact curvature, "standard" with an approximation (the paper's findings).
     residuals : "auto", "absolute" or "signed"
         "auto" is absolute up to 5,000 training rows, signed beyond and for several outputs.
-    l2 : "marglik", float, or array of one value per parameter tensor or per parameter
+    l2 : "marglik", "leave_one_out", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale. "marglik" tunes it (and the noise) by the Laplace marginal likelihood on the
         training rows. If the network was trained with a penalty, that one is as good: for the mean of (y - f)^2 and
         weight decay w on N rows it is N w / 2, for the mean of (y - f)^2 / 2 it is N w. With curvature="last_layer"
         it is about that layer's parameters alone. "marglik" tunes with the curvature that the intervals use.
+        "leave_one_out" scales what it finds by the factor from 0.03 to 30 that makes leave-one-out residuals smallest
+        (exact curvature only, seven fits).
     refine : bool
         Move predictions and residuals to the ridge solution of the linearised network. Worth it for a network that
         was not trained to a minimum.
@@ -164,7 +166,7 @@ class FullConformalRegressor(Predictor):
         self.shift_, self.tuning_ = shift, tuning
         self._keep(jacobian, len(rows.x), rows.columns)
         if not refines:
-            self._warn_if_far(shift)
+            warn_if_far(shift)
         return self
 
     @property
@@ -190,17 +192,6 @@ class FullConformalRegressor(Predictor):
         parts = [self._engine.score_lines(_phi(batch)) for _, batch in self._batches(rows.x)]
         A, B, b = (rows.origin.restore(torch.cat(tensors)) for tensors in zip(*parts, strict=True))
         return A, B, b
-
-    def _warn_if_far(self, shift: float) -> None:
-        """The closed forms are about a network at the minimum for its l2; say so where this one is not near it."""
-        if shift > _FAR:
-            warnings.warn(
-                "the network is far from a minimum for this l2: the step to it moves the training predictions by "
-                f"{shift:.2g} times the residuals that it leaves. Intervals may be too wide or too narrow: check l2 "
-                "(in sum scale), standardise X and y, train longer, or pass refine=True",
-                FarFromMinimumWarning,
-                stacklevel=3,
-            )
 
     def _warn_of_missing_scores(self, slack: Tensor, score: str, structure: str) -> None:
         """Say how many rows have leverages that leave no deleted or studentized score (see `fullcp.influence`)."""
@@ -302,6 +293,18 @@ class FullConformalRegressor(Predictor):
         self.curvature_choice_ = facts["choice"]
         self.shift_, self.tuning_ = facts["shift"], tuning_from(facts["tuning"])
         return jacobian
+
+
+def warn_if_far(shift: float) -> None:
+    """The closed forms are about a network at the minimum for its l2; say so where this one is not near it."""
+    if shift > _FAR:
+        warnings.warn(
+            "the network is far from a minimum for this l2: the step to it moves the training predictions by "
+            f"{shift:.2g} times the residuals that it leaves. Intervals may be too wide or too narrow: check l2 "
+            "(in sum scale), standardise X and y, train longer, or pass refine=True",
+            FarFromMinimumWarning,
+            stacklevel=3,
+        )
 
 
 def _phi(batch: Batch) -> Tensor:

@@ -10,14 +10,15 @@ from typing_extensions import Self
 from fullcp.curvature import check_structure, look_at
 from fullcp.features import Network
 from fullcp.influence import RESIDUALS
-from fullcp.inputs import check_all_finite, check_choice, check_columns, check_row_shape
-from fullcp.predictors.base import DEFAULT_MEMORY, Batch, NotFittedError, kept_setting
+from fullcp.inputs import check_all_finite, check_choice
+from fullcp.predictors.base import DEFAULT_MEMORY, Batch
 from fullcp.predictors.posterior import Posterior
 from fullcp.predictors.split import SplitConformalRegressor
+from fullcp.predictors.two_steps import TwoSteps
 from fullcp.tuning import tuning_facts, tuning_from
 
 
-class NormalizedSplitConformalRegressor(SplitConformalRegressor):
+class NormalizedSplitConformalRegressor(TwoSteps, SplitConformalRegressor):
     """Split conformal prediction with widths that follow the network's own uncertainty (SCP-GN).
 
     Scores are |y - f| / sqrt(1 + h(x)): the leverage h, from the curvature of the training rows, is large where the
@@ -30,7 +31,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         The trained network, (n, ...) -> (n,) or (n, O). It is never changed.
     curvature : "auto", "full", "kfac", "last_layer", "diagonal", "low_rank" or "low_rank:200"
         See `FullConformalRegressor`.
-    l2 : "marglik", float, or array of one value per parameter tensor or per parameter
+    l2 : "marglik", "leave_one_out", float, or array of one value per parameter tensor or per parameter
         The ridge penalty in sum scale, see `FullConformalRegressor`.
     residuals : "absolute" or "signed"
     parameters : None, str, sequence of str, or callable
@@ -57,7 +58,7 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
     """
 
     _trainable: ClassVar[bool] = True
-    _first_step: ClassVar[str] = "fit(X_train, y_train).conformalize"
+    _settings_of_fit: ClassVar[tuple[str, ...]] = ("curvature", "l2", "parameters")
 
     def __init__(
         self,
@@ -88,11 +89,8 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         check_choice("residuals", self.residuals, RESIDUALS)
         rows = self._read_data(X, y)
         posterior = Posterior.fit(self.model, rows, self.curvature, self.l2, self._budget(), self.parameters)
-        if hasattr(self, "network_"):
-            del self.network_  # calibration on another curvature holds no longer
+        self._end_fit(posterior.jacobian, rows, posterior.fingerprint)
         self._posterior = posterior
-        self._fit_settings = {name: kept_setting(getattr(self, name)) for name in ("curvature", "l2", "parameters")}
-        self._fit_columns = rows.columns
         self.curvature_, self.tuning_ = posterior.curvature, posterior.tuning
         self.curvature_choice_ = posterior.choice
         return self
@@ -107,18 +105,9 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
         y : (N,) or (N, O); left out with a DataLoader
         """
         check_choice("residuals", self.residuals, RESIDUALS)
-        if not hasattr(self, "_posterior"):
-            raise NotFittedError(f"{type(self).__name__}: call fit(X_train, y_train) before conformalize")
-        if not self._posterior.fingerprint.matches(self.model):
-            raise NotFittedError(f"{type(self).__name__}: the model has changed since fit; call fit again")
-        rows = self._read_data(X, y)
-        check_row_shape(rows.x, self._posterior.jacobian.row_shape)
-        check_columns(rows.columns, self._fit_columns)
+        rows = self._read_calibration(X, y)
         self._calibrate(self._posterior.jacobian, rows)
         return self
-
-    def _earlier_settings(self) -> dict[str, Any]:
-        return self._fit_settings
 
     def _evaluate(self, network: Network, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
         f, phi = look_at(self._posterior.curvature, self._posterior.jacobian, x)
@@ -143,8 +132,8 @@ class NormalizedSplitConformalRegressor(SplitConformalRegressor):
     def _restore(self, network: dict[str, Any], state: dict[str, Tensor], facts: dict[str, Any]) -> Network:
         super()._restore(network, state, facts)
         self._posterior = Posterior.restore(self.model, network, self._budget(), state)
-        self._fit_columns = None
-        self._fit_settings = {name: getattr(self, name) for name in ("curvature", "l2", "parameters")}
+        self._fit_network, self._fit_fingerprint = self._posterior.jacobian, self._posterior.fingerprint
+        self._fit_columns, self._fit_settings = None, self._loaded_settings()
         self.curvature_choice_ = facts["choice"]
         self.curvature_, self.tuning_ = self._posterior.curvature, tuning_from(facts["tuning"])
         return self._posterior.jacobian

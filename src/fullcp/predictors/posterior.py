@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullcp.curvature import Curvature, choose, fit_curvature, restore
-from fullcp.features import FeatureRows, Jacobian, select_parameters
-from fullcp.inputs import Rows, check_all_finite, check_outputs
+from fullcp.curvature import Curvature, fit_curvature, restore
+from fullcp.features import FeatureRows, Jacobian
+from fullcp.inputs import Rows, check_all_finite
 from fullcp.predictors.fingerprint import Fingerprint
+from fullcp.predictors.linearised import LinearisedNetwork
 from fullcp.sources import as_tensor
-from fullcp.tuning import Tuning, settle
+from fullcp.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,11 @@ class Posterior:
         cls, model: nn.Module, rows: Rows, curvature: str, l2: object, memory: int, parameters: object = None
     ) -> Posterior:
         """Fit the curvature to training rows; their targets matter for tuning and `error`."""
-        choice = choose(curvature, model, rows.x, only=select_parameters(model, parameters), memory=memory)
-        jacobian = choice.jacobian
-        assert rows.y is not None
-        check_outputs(jacobian.outputs, rows.y)
-        features = FeatureRows(jacobian, rows.x, memory=memory)
-        e = rows.y - features.predictions
-        l2, tuning = settle(l2, features, e, choice.structure)
-        fitted = fit_curvature(features, choice.structure, l2, cross=False)
-        error = float(e.square().mean().sqrt())
-        why = f"{choice.structure}: {choice.why}"
-        return cls(jacobian, features, fitted, Fingerprint(model), tuning, error, why)
+        network = LinearisedNetwork.about(model, rows, curvature, l2, memory, parameters)
+        features = network.features
+        fitted = fit_curvature(features, network.structure, network.l2, cross=False)
+        error = float(network.e.square().mean().sqrt())
+        return cls(network.jacobian, features, fitted, Fingerprint(model), network.tuning, error, network.why)
 
     def covariance(self, phi: Tensor) -> Tensor:
         """I + V of test points phi (m, O, D), (m, O, O): the predictive covariance in units of the noise."""

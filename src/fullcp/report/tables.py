@@ -16,6 +16,7 @@ def print_table(
 ) -> None:
     """Print a table whose first column holds names and whose other columns hold numbers."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.collapse_padding = True  # a row of seven numbers fits 80 columns
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:

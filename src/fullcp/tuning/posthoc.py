@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from fullcp.curvature import low_rank_error, low_rank_ranks, read_structure
 from fullcp.features import FeatureRows
 from fullcp.tuning.builders import evidence_of
 from fullcp.tuning.evidence import Evidence
+from fullcp.tuning.leave_one_out import leave_one_out_scale
 
 # exp(-16) to exp(16) in precision and variance: wide enough for standardised data, narrow enough for float64.
 _BOUND = 16.0
@@ -32,6 +33,7 @@ class Tuning:
     log_marginal_likelihood : its value there.
     evaluations : how many values that took.
     structure : "layer" or "scalar"
+    scale : what l2 was then multiplied by, to make leave-one-out residuals small.
     """
 
     l2: NDArray[np.float64]
@@ -39,6 +41,7 @@ class Tuning:
     log_marginal_likelihood: float
     evaluations: int
     structure: str
+    scale: float = 1.0
 
 
 def tune(features: FeatureRows, e: Tensor, *, structure: str = "auto", curvature: str = "full") -> Tuning:
@@ -103,12 +106,15 @@ def _structure_within(features: FeatureRows, curvature: str) -> str:
 
 
 def settle(l2: object, features: FeatureRows, e: Tensor, curvature: str) -> tuple[object, Tuning | None]:
-    """The penalty a predictor was given; for "marglik" the one tuned with its curvature."""
+    """The penalty a predictor was given; for "marglik" and "leave_one_out" the one tuned with its curvature."""
     if not isinstance(l2, str):
         return l2, None
-    if l2 != "marglik":
-        raise ValueError(f"l2 must be 'marglik', a number or an array of numbers, got {l2!r}")
+    if l2 not in ("marglik", "leave_one_out"):
+        raise ValueError(f"l2 must be 'marglik', a number or an array of numbers, or 'leave_one_out', got {l2!r}")
     tuning = tune(features, e, curvature=curvature)
+    if l2 == "leave_one_out":
+        scale = leave_one_out_scale(features, e, torch.from_numpy(tuning.l2), curvature)
+        tuning = replace(tuning, l2=scale * tuning.l2, scale=scale)
     return tuning.l2, tuning
 
 
