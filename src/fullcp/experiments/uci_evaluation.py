@@ -1,0 +1,121 @@
+"""Methods on stored networks, fold by fold: one line a fold, method and level, in a file that resumes."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from fullcp.data import Table
+from fullcp.evaluation import coverage, infinite_share, interval_score, widths
+from fullcp.experiments.lines import LineFile
+from fullcp.experiments.protocol import LEVELS, Fold, Protocol, ScaledFold, folds_of
+from fullcp.experiments.store import RunFolder
+from fullcp.experiments.uci_methods import METHODS, Arm, Bench
+from fullcp.experiments.uci_training import Role, Say, make_network
+from fullcp.predictors import InfiniteIntervalWarning
+from fullcp.progress import track
+
+COLUMNS = (
+    "fold",
+    "repeat",
+    "method",
+    "level",
+    "rows",
+    "test_rows",
+    "width",
+    "coverage",
+    "infinite",
+    "score",
+    "seconds",
+)
+
+
+class Evaluator:
+    """Evaluates what is missing of a data set's arms, and appends it to the run folder.
+
+    Parameters
+    ----------
+    memory : for the predictors.
+    """
+
+    def __init__(self, table: Table, protocol: Protocol, folder: Path, device: torch.device, memory: str, say: Say):
+        self.table, self.protocol, self.device, self.memory, self.say = table, protocol, device, memory, say
+        self.store = RunFolder(folder, protocol.dataset, protocol.training_facts())
+        self.lines = LineFile(folder / protocol.dataset / "folds.csv", COLUMNS)
+        self.folds = folds_of(protocol, len(table))
+
+    def run(self, arms: Sequence[Arm]) -> None:
+        """All arms on all folds that lack them."""
+        done = {(int(line["fold"]), line["method"]) for line in self.lines.read()}
+        todo = [(f, [arm for arm in arms if (f.number, arm.name) not in done]) for f in self.folds]
+        todo = [(fold, left) for fold, left in todo if left]
+        if not todo:
+            return
+        self.say(f"{self.protocol.dataset}: {len(arms)} methods on {len(todo)} folds")
+        for fold, left in track(todo, self.protocol.dataset, len(todo)):
+            bench = self._bench(fold)
+            self.lines.append([line for arm in left for line in self._lines(bench, arm)])
+
+    def _lines(self, bench: Bench, arm: Arm) -> list[dict[str, object]]:
+        """The lines of an arm on a fold, in the target's units; none where a network of it diverged."""
+        fold = bench.data.fold
+        if any(self._is_lost(role, fold) for role in arm.roles()):
+            self.say(f"{self.protocol.dataset}: fold {fold.number} has no {arm.method}, its network diverged")
+            return []
+        X, y = bench.data.X[fold.test], bench.data.y[fold.test]
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", RuntimeWarning)
+            warnings.simplefilter("ignore", InfiniteIntervalWarning)
+            predictor = METHODS[arm.method].make(bench, arm)
+            result = predictor.predict_interval(X, LEVELS)
+        seconds = time.perf_counter() - start
+        scale = float(bench.data.scale.scale)
+        lines: list[dict[str, object]] = []
+        for j, level in enumerate(LEVELS):
+            interval = np.asarray(result.intervals)[:, :, j]
+            lines.append(
+                {
+                    "fold": fold.number,
+                    "repeat": fold.repeat,
+                    "method": arm.name,
+                    "level": level,
+                    "rows": predictor.n_rows_,
+                    "test_rows": len(y),
+                    "width": repr(float(np.mean(widths(interval))) * scale),
+                    "coverage": repr(coverage(y, interval)),
+                    "infinite": repr(infinite_share(interval)),
+                    "score": repr(interval_score(y, interval, level) * scale),
+                    "seconds": f"{seconds:.4f}",
+                }
+            )
+        return lines
+
+    def _bench(self, fold: Fold) -> Bench:
+        def network(role: Role) -> nn.Module:
+            stored = self.store.cached(role.name)
+            model = make_network(self.protocol, self.table.X.shape[1], role.kind)
+            torch.nn.utils.vector_to_parameters(stored.theta[stored.places()[fold.number]], model.parameters())
+            return model.to(self.device)
+
+        def l2(role: Role) -> object:
+            stored = self.store.cached(role.name)
+            values = stored.l2[stored.places()[fold.number]]
+            return float(values) if len(values) == 1 else values.numpy()
+
+        def noise(role: Role) -> float:
+            stored = self.store.cached(role.name)
+            return float(stored.noise[stored.places()[fold.number]])
+
+        return Bench(self.protocol, ScaledFold.of(self.table, fold), network, l2, noise, self.memory)
+
+    def _is_lost(self, role: Role, fold: Fold) -> bool:
+        stored = self.store.cached(role.name)
+        return bool(stored.lost[stored.places()[fold.number]])
