@@ -10,6 +10,7 @@ import typer
 
 from fullcp.commands.app import app, console
 
+
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the picture and the table.")] = Path("demo_output"),

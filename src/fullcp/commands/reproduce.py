@@ -5,28 +5,47 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from fullcp.commands.app import app
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-@app.command()
+class Spread(TyperCommand):
+    """A command whose list options take several words: ``--datasets yacht boston``."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Give each word its option."""
+        several = {o for p in self.params if getattr(p, "multiple", False) for o in p.opts}
+        spread: list[str] = []
+        option, taken = "", 0
+        for word in args:
+            if word.startswith("-"):
+                option, taken = (word if word in several else ""), 0
+            elif option:
+                spread += [option] if taken else []
+                taken += 1
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+@app.command(cls=Spread)
 def reproduce(
-    table: Annotated[list[str], typer.Option(help="Table: main, extra, main_25, ...; may be given several times.")],
-    datasets: Annotated[
-        Optional[list[str]], typer.Option(help="Data sets of the table; all unless given. May be given several times.")  # noqa: UP045
-    ] = None,
-    methods: Annotated[Optional[list[str]], typer.Option(help="Methods; all unless given.")] = None,  # noqa: UP045
-    seeds: Annotated[Optional[int], typer.Option(min=1, help="Repeats; the paper's 10 or 20 unless given.")] = None,  # noqa: UP045
-    epochs: Annotated[Optional[int], typer.Option(min=1, help="Epochs; the paper's unless given.")] = None,  # noqa: UP045
+    table: Annotated[list[str], typer.Option(help="Table: main, extra, main_25, ...")],
+    datasets: Annotated[list[str] | None, typer.Option(help="Data sets of the table; all unless given.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Methods; all unless given.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Repeats; the paper's 10 or 20 unless given.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; the paper's unless given.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     stage: Annotated[str, typer.Option(help="train, evaluate, or all.")] = "all",
-    run_dir: Annotated[Path, typer.Option(help="Folder for networks and folds; resumed where it exists.")] = Path("runs"),
+    run_dir: Annotated[Path, typer.Option(help="Folder for networks and folds; resumed where it exists.")] = Path(
+        "runs"
+    ),
     output: Annotated[Path, typer.Option(help="Folder for the tables.")] = Path("results"),
     memory: Annotated[str, typer.Option(help="Working memory of the predictors.")] = "4GB",
 ) -> None:
@@ -47,7 +66,9 @@ def reproduce(
         memory=memory,
     )
     try:
-        reproduction.run(request, say=lambda text: notes.print(f"[{time.perf_counter() - start:7.1f} s] {text}", markup=False))
+        reproduction.run(
+            request, say=lambda text: notes.print(f"[{time.perf_counter() - start:7.1f} s] {text}", markup=False)
+        )
     except (ValueError, OSError) as error:
         notes.print(f"fullcp: {error}", style="red", markup=False)
         sys.exit(1)

@@ -47,8 +47,8 @@ def find_file(name: str, urls: tuple[str, ...], by_hand: str = "") -> Path:
     hint = f" Get it from {by_hand}" if by_hand else " Get it elsewhere"
     searched = ", ".join(str(folder) for folder in folders())
     raise DataUnavailableError(
-        f"{name} is not in {searched}.{tried}{hint}, and put it (or {name}.gz) there, or into a folder that FULLCP_DATA "
-        "names"
+        f"{name} is not in {searched}.{tried}{hint}, and put it (or {name}.gz) there, or into a folder that "
+        "FULLCP_DATA names"
     )
 
 

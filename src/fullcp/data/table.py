@@ -54,10 +54,10 @@ def checked_table(
             "these rows or columns"
         )
     spread = np.ptp(values, axis=0)
-    still = [columns[j] for j in np.flatnonzero(spread == 0) if j == place or not constants]
+    still = [columns[int(j)] for j in np.flatnonzero(spread == 0) if j == place or not constants]
     if still:
         what = "target" if still[0] == target else "column"
         raise ValueError(f"{name} has the same value in all rows of {what} {still[0]!r}: leave it out")
-    others = [j for j in range(values.shape[1]) if j != place]
-    inputs = tuple(columns[j] for j in others)
-    return Table(name, np.ascontiguousarray(values[:, others]), values[:, place].copy(), inputs, target)
+    kept = [j for j in range(values.shape[1]) if j != place]
+    inputs = tuple(columns[j] for j in kept)
+    return Table(name, np.ascontiguousarray(values[:, kept]), values[:, place].copy(), inputs, target)

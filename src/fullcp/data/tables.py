@@ -14,11 +14,17 @@ from fullcp.data.table import Table, checked_table
 if TYPE_CHECKING:
     import pandas as pd
 
-_READERS = {".csv": "read_csv", ".gz": "read_csv", ".txt": "read_csv", ".parquet": "read_parquet", ".pq": "read_parquet"}
+_READERS = {
+    ".csv": "read_csv",
+    ".gz": "read_csv",
+    ".txt": "read_csv",
+    ".parquet": "read_parquet",
+    ".pq": "read_parquet",
+}
 
 
 def load_table(path: str | PathLike[str], target: str | int | None = None) -> Table:
-    """Read a table of numbers: a row an example, a column an input, and one of them the target.
+    r"""Read a table of numbers: a row an example, a column an input, and one of them the target.
 
     Parameters
     ----------
@@ -37,7 +43,7 @@ def load_table(path: str | PathLike[str], target: str | int | None = None) -> Ta
     --------
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp(), "houses.csv")
-    >>> _ = path.write_text("price,rooms\\n" + "\\n".join(f"{100 + 9 * i},{1 + i % 7}" for i in range(20)))
+    >>> _ = path.write_text("price,rooms\n" + "\n".join(f"{100 + 9 * i},{1 + i % 7}" for i in range(20)))
     >>> table = load_table(path, target="price")
     >>> table.X.shape, table.columns
     ((20, 1), ('rooms',))
@@ -100,8 +106,8 @@ def _check_numbers(column: pd.Series[Any], name: str) -> None:
     if len(texts):
         raise ValueError(
             f"{name} has text in column {column.name!r}, row {int(column.index.get_loc(texts.index[0])) + 1}: "
-            f"{str(texts.iloc[0])!r}. Columns must be numbers: leave it out, or turn categories into columns of 0 and 1 "
-            "(pandas.get_dummies); '?' and the like are missing values"
+            f"{str(texts.iloc[0])!r}. Columns must be numbers: leave it out, or turn categories into columns of 0 and "
+            "1 (pandas.get_dummies); '?' and the like are missing values"
         )
     raise ValueError(f"{name} has {column.dtype} in column {column.name!r}: columns must be numbers")
 

@@ -46,7 +46,7 @@ class DataSet:
 
 
 def load_dataset(name: str) -> Table:
-    """A data set of the paper, cleaned: boston, concrete, energy, wine, yacht, kin8nm, power, bike, ... (see `DATASETS`).
+    """A data set of the paper, cleaned: "boston", "protein" or another of `DATASETS`.
 
     It is read from the folder that FULLCP_DATA names, or from the cache (FULLCP_CACHE, or ~/.cache/fullcp), into which
     it is downloaded if need be.
@@ -150,19 +150,82 @@ def _copied(
     name: str, group: str, rows: int, inputs: int, folder: str, page: str, digest: str, clean: Callable[[str], Columns]
 ) -> DataSet:
     """A set whose plain text stands in a well-known collection."""
-    return DataSet(name, group, rows, inputs, f"{name}.txt", (f"{_COPIES}/{folder}/data/data.txt",), page, digest, clean)
+    return DataSet(
+        name, group, rows, inputs, f"{name}.txt", (f"{_COPIES}/{folder}/data/data.txt",), page, digest, clean
+    )
 
 
 _SETS = (
     _copied(
-        "boston", "small", 506, 13, "bostonHousing", "https://lib.stat.cmu.edu/datasets/boston", "8a7eead1308192b0bd62654587ad660da2696799d54b7abbbec00377cfb1e031", _plain
+        "boston",
+        "small",
+        506,
+        13,
+        "bostonHousing",
+        "https://lib.stat.cmu.edu/datasets/boston",
+        "8a7eead1308192b0bd62654587ad660da2696799d54b7abbbec00377cfb1e031",
+        _plain,
     ),
-    _copied("concrete", "small", 1030, 8, "concrete", f"{_UCI}/dataset/165", "4308e3149f8179df6c87e6344f8209aae1999e4ff482078f617e2c5f7f5ef79e", _plain),
-    _copied("energy", "small", 768, 8, "energy", f"{_UCI}/dataset/242", "93c33cef6aef06e6dd002ba3c6eef491e68a8a900733f744e11a43d9ad741e9f", _energy),
-    _copied("wine", "small", 1599, 11, "wine-quality-red", f"{_UCI}/dataset/186", "cd2bbdc63691801bdbfd778776ce976efd27262e47ac28faba5a049ff285146b", _plain),
-    _copied("yacht", "small", 308, 6, "yacht", f"{_UCI}/dataset/243", "8fe590c1b72ef72ce0411ea13830570c064f2613f147529dfb228af951c6711c", _plain),
-    _copied("kin8nm", "medium", 8192, 8, "kin8nm", "https://www.openml.org/d/189", "76ab66497837d70b3c19cd72a76ce6bd00d36b7ed23d6d9b23f4087ab77f988e", _plain),
-    _copied("power", "medium", 9568, 4, "power-plant", f"{_UCI}/dataset/294", "4709244121c196821f607ddde5b1f5b610fdc1e0c91cc4f1fe5925e68d69b01c", _plain),
+    _copied(
+        "concrete",
+        "small",
+        1030,
+        8,
+        "concrete",
+        f"{_UCI}/dataset/165",
+        "4308e3149f8179df6c87e6344f8209aae1999e4ff482078f617e2c5f7f5ef79e",
+        _plain,
+    ),
+    _copied(
+        "energy",
+        "small",
+        768,
+        8,
+        "energy",
+        f"{_UCI}/dataset/242",
+        "93c33cef6aef06e6dd002ba3c6eef491e68a8a900733f744e11a43d9ad741e9f",
+        _energy,
+    ),
+    _copied(
+        "wine",
+        "small",
+        1599,
+        11,
+        "wine-quality-red",
+        f"{_UCI}/dataset/186",
+        "cd2bbdc63691801bdbfd778776ce976efd27262e47ac28faba5a049ff285146b",
+        _plain,
+    ),
+    _copied(
+        "yacht",
+        "small",
+        308,
+        6,
+        "yacht",
+        f"{_UCI}/dataset/243",
+        "8fe590c1b72ef72ce0411ea13830570c064f2613f147529dfb228af951c6711c",
+        _plain,
+    ),
+    _copied(
+        "kin8nm",
+        "medium",
+        8192,
+        8,
+        "kin8nm",
+        "https://www.openml.org/d/189",
+        "76ab66497837d70b3c19cd72a76ce6bd00d36b7ed23d6d9b23f4087ab77f988e",
+        _plain,
+    ),
+    _copied(
+        "power",
+        "medium",
+        9568,
+        4,
+        "power-plant",
+        f"{_UCI}/dataset/294",
+        "4709244121c196821f607ddde5b1f5b610fdc1e0c91cc4f1fe5925e68d69b01c",
+        _plain,
+    ),
     DataSet(
         "bike",
         "large",
@@ -207,9 +270,7 @@ _SETS = (
         "a021411372669020c2a083de083a446e02816a07fc7338581b2d4b8b67eadece",
         _facebook,
     ),
-    DataSet(
-        "facebook_2", "large", 81311, 53, "Features_Variant_2.csv", _FACEBOOK, _FACEBOOK_PAGE, None, _facebook
-    ),
+    DataSet("facebook_2", "large", 81311, 53, "Features_Variant_2.csv", _FACEBOOK, _FACEBOOK_PAGE, None, _facebook),
 )
 
 DATASETS = {known.name: known for known in _SETS}

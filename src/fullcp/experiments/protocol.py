@@ -106,10 +106,7 @@ class Fold:
 
 def folds_of(protocol: Protocol, rows: int) -> list[Fold]:
     """All folds of all repeats; those of a repeat do not depend on how many follow."""
-    return [
-        Fold(number, repeat, train, test)
-        for number, (repeat, train, test) in enumerate(_splits(protocol, rows))
-    ]
+    return [Fold(number, repeat, train, test) for number, (repeat, train, test) in enumerate(_splits(protocol, rows))]
 
 
 def _splits(protocol: Protocol, rows: int) -> Iterator[tuple[int, Rows, Rows]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from fullcp.data import DATASETS, DataUnavailableError, Table, load_dataset
-from fullcp.experiments.protocol import Protocol, protocol_of
+from fullcp.experiments import synthetic
+from fullcp.experiments.protocol import protocol_of
 from fullcp.experiments.tables import TABLES, TableSpec
 from fullcp.experiments.uci_evaluation import Evaluator
 from fullcp.experiments.uci_methods import METHODS, Arm
@@ -18,6 +18,7 @@ from fullcp.inputs import check_choice
 from fullcp.memory import parse_memory
 
 STAGES = ("train", "evaluate", "all")
+SYNTHETIC = "synthetic_fullcp"
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,18 @@ class Request:
 
     def specs(self) -> list[TableSpec]:
         """The tables asked for."""
-        return [TABLES[name] for name in self.tables]
+        return [TABLES[name] for name in self.tables if name in TABLES]
 
     def check(self) -> None:
         """Refuse what there is not, before anything runs."""
         for name in self.tables:
-            check_choice("table", name, tuple(TABLES))
+            check_choice("table", name, (*TABLES, SYNTHETIC))
         for name in self.datasets or ():
             check_choice("datasets", name, tuple(DATASETS))
             if not any(name in spec.datasets for spec in self.specs()):
                 raise ValueError(f"datasets: {name} is in no table of {', '.join(self.tables)}")
         for name in self.methods or ():
-            check_choice("methods", name, tuple(METHODS))
+            check_choice("methods", name, tuple(dict.fromkeys([*METHODS, *synthetic.METHODS])))
         check_choice("stage", self.stage, STAGES)
         parse_memory(self.memory)
 
@@ -78,6 +79,8 @@ def run(request: Request, say: Say) -> None:
             say(f"{name} is left out: {error}")
             continue
         _run_dataset(request, table, device, say)
+    if SYNTHETIC in request.tables:
+        _run_synthetic(request, device, say)
 
 
 def _run_dataset(request: Request, table: Table, device: torch.device, say: Say) -> None:
@@ -88,6 +91,15 @@ def _run_dataset(request: Request, table: Table, device: torch.device, say: Say)
         Trainer(table, protocol, request.run_dir, device, say).run(roles)
     if request.stage in ("evaluate", "all"):
         Evaluator(table, protocol, request.run_dir, device, request.memory, say).run(arms)
+
+
+def _run_synthetic(request: Request, device: torch.device, say: Say) -> None:
+    repeats, epochs = request.seeds or synthetic.REPEATS, request.epochs or synthetic.EPOCHS
+    task = synthetic.Synthetic(request.run_dir, device, say, repeats=repeats, epochs=epochs)
+    if request.stage in ("train", "all"):
+        task.train()
+    if request.stage in ("evaluate", "all"):
+        task.evaluate([m for m in synthetic.METHODS if request.methods is None or m in request.methods], request.memory)
 
 
 def read_device(word: str) -> torch.device:

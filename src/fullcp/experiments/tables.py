@@ -29,9 +29,7 @@ class TableSpec:
 
     def available(self, methods: Sequence[str] | None = None) -> list[Arm]:
         """The rows that this version can make, of the methods asked for."""
-        return [
-            arm for arm in self.arms if is_available(arm.method) and (methods is None or arm.method in methods)
-        ]
+        return [arm for arm in self.arms if is_available(arm.method) and (methods is None or arm.method in methods)]
 
 
 def _all_methods(share: int) -> tuple[Arm, ...]:
@@ -68,7 +66,11 @@ _SPECS = (
         "extra_acp",
         "ACP, 200 candidate labels",
         _ACP,
-        (Arm("ACP", score="standard"), Arm("ACP-GN", score="studentized"), Arm("ACP-GN (split + refine)", score="studentized", share=50)),
+        (
+            Arm("ACP", score="standard"),
+            Arm("ACP-GN", score="studentized"),
+            Arm("ACP-GN (split + refine)", score="studentized", share=50),
+        ),
     ),
     TableSpec("uci_kfac", "KFAC in place of the full Gauss-Newton matrix", _LARGE, _curvatures("kfac", "standard")),
     TableSpec(

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from fullcp.data import Table
-from fullcp.evaluation import coverage, infinite_share, interval_score, widths
 from fullcp.experiments.lines import LineFile
-from fullcp.experiments.protocol import LEVELS, Fold, Protocol, ScaledFold, folds_of
+from fullcp.experiments.measure import COLUMNS, Line, measure
+from fullcp.experiments.protocol import Fold, Protocol, ScaledFold, folds_of
 from fullcp.experiments.store import RunFolder
 from fullcp.experiments.uci_methods import METHODS, Arm, Bench
 from fullcp.experiments.uci_training import Role, Say, make_network
-from fullcp.predictors import InfiniteIntervalWarning
 from fullcp.progress import track
-
-COLUMNS = (
-    "fold",
-    "repeat",
-    "method",
-    "level",
-    "rows",
-    "test_rows",
-    "width",
-    "coverage",
-    "infinite",
-    "score",
-    "seconds",
-)
 
 
 class Evaluator:
@@ -62,41 +44,16 @@ class Evaluator:
             bench = self._bench(fold)
             self.lines.append([line for arm in left for line in self._lines(bench, arm)])
 
-    def _lines(self, bench: Bench, arm: Arm) -> list[dict[str, object]]:
+    def _lines(self, bench: Bench, arm: Arm) -> list[Line]:
         """The lines of an arm on a fold, in the target's units; none where a network of it diverged."""
         fold = bench.data.fold
         if any(self._is_lost(role, fold) for role in arm.roles()):
             self.say(f"{self.protocol.dataset}: fold {fold.number} has no {arm.method}, its network diverged")
             return []
         X, y = bench.data.X[fold.test], bench.data.y[fold.test]
-        start = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", RuntimeWarning)
-            warnings.simplefilter("ignore", InfiniteIntervalWarning)
-            predictor = METHODS[arm.method].make(bench, arm)
-            result = predictor.predict_interval(X, LEVELS)
-        seconds = time.perf_counter() - start
         scale = float(bench.data.scale.scale)
-        lines: list[dict[str, object]] = []
-        for j, level in enumerate(LEVELS):
-            interval = np.asarray(result.intervals)[:, :, j]
-            lines.append(
-                {
-                    "fold": fold.number,
-                    "repeat": fold.repeat,
-                    "method": arm.name,
-                    "level": level,
-                    "rows": predictor.n_rows_,
-                    "test_rows": len(y),
-                    "width": repr(float(np.mean(widths(interval))) * scale),
-                    "coverage": repr(coverage(y, interval)),
-                    "infinite": repr(infinite_share(interval)),
-                    "score": repr(interval_score(y, interval, level) * scale),
-                    "seconds": f"{seconds:.4f}",
-                }
-            )
-        return lines
+        lines = measure(lambda: METHODS[arm.method].make(bench, arm), X, y, scale=scale)
+        return [{"fold": fold.number, "repeat": fold.repeat, "method": arm.name, **line} for line in lines]
 
     def _bench(self, fold: Fold) -> Bench:
         def network(role: Role) -> nn.Module:

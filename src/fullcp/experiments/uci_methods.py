@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import fullcp
+from fullcp import predictors
 from fullcp.curvature import choose
 from fullcp.experiments.protocol import LEVELS, Protocol, ScaledFold
 from fullcp.experiments.uci_training import Role
@@ -67,7 +67,7 @@ class Method:
     ----------
     networks : kinds of networks that it needs.
     make : Bench, Arm -> a predictor that is ready to predict.
-    needs : a name in fullcp without which the method is left out.
+    needs : a name in fullcp.predictors without which the method is left out.
     """
 
     networks: tuple[str, ...]
@@ -210,14 +210,14 @@ def _grid(bench: Bench, arm: Arm) -> Predictor:
 def _informed(bench: Bench, arm: Arm) -> Predictor:
     fit, cal = bench.parts(arm.share)
     role = Role("fit", arm.share)
-    made: Any = fullcp.InformedSplitConformalRegressor  # type: ignore[attr-defined]
+    made: Any = predictors.InformedSplitConformalRegressor  # type: ignore[attr-defined]
     cp: Predictor = made(bench.network(role), l2=bench.l2(role), memory=bench.memory).fit(*fit).conformalize(*cal)
     return cp
 
 
 def _jackknife(bench: Bench, arm: Arm) -> Predictor:
     role = Role("full")
-    made: Any = fullcp.JackknifePlusRegressor  # type: ignore[attr-defined]
+    made: Any = predictors.JackknifePlusRegressor  # type: ignore[attr-defined]
     cp: Predictor = made(bench.network(role), l2=bench.l2(role), memory=bench.memory).conformalize(*bench.train)
     return cp
 
@@ -239,4 +239,4 @@ METHODS = {
 def is_available(method: str) -> bool:
     """Whether this version of fullcp has all that the method needs."""
     needs = METHODS[method].needs
-    return not needs or hasattr(fullcp, needs)
+    return not needs or hasattr(predictors, needs)

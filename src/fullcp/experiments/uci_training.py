@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,14 @@ class Trainer:
             losses = torch.tensor([search.losses for search in found], dtype=torch.float64)
             n = len(members)
             nothing = Stored(
-                _numbers(members), torch.zeros(n, 0), l2, torch.ones(n, dtype=torch.float64), torch.zeros(n, dtype=torch.bool), losses
+                _numbers(members),
+                torch.zeros(n, 0),
+                l2,
+                torch.ones(n, dtype=torch.float64),
+                torch.zeros(n, dtype=torch.bool),
+                losses,
             )
-            self._write(members, nothing, "grid", start, prefix="grid-")
+            self._write(members, nothing, "grid", time.perf_counter() - start, prefix="grid-")
 
     def _train(self, stage: str, roles: Sequence[Role], rates: tuple[float, float]) -> None:
         """Train an ensemble."""
@@ -154,6 +160,7 @@ class Trainer:
                 if trained is not model:
                     narrowed(trained, model)
             self._keep(members, models, runs, stage, start)
+        self.say(f"{self.protocol.dataset}: {stage} done in {time.perf_counter() - start:.1f} s")
 
     def _keep(
         self, members: list[Member], models: list[nn.Module], runs: list[Training], stage: str, start: float
@@ -163,6 +170,7 @@ class Trainer:
         weights = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu() for model in models]
         noise = torch.tensor([run.noise for run in runs], dtype=torch.float64)
         lost = torch.tensor([run.divergence is not None for run in runs])
+        seconds = time.perf_counter() - start
         for role in dict.fromkeys(role for role, _ in members):
             at = [i for i, (other, _) in enumerate(members) if other == role]
             part = [members[i] for i in at]
@@ -174,15 +182,15 @@ class Trainer:
                 lost[at],
                 torch.zeros(len(at), 0, dtype=torch.float64),
             )
-            self._write(part, stored, stage, start, of=len(members))
+            self._write(part, stored, stage, seconds, of=len(members))
 
     def _write(
-        self, members: list[Member], stored: Stored, stage: str, start: float, *, prefix: str = "", of: int = 0
+        self, members: list[Member], stored: Stored, stage: str, seconds: float, *, prefix: str = "", of: int = 0
     ) -> None:
         """Add rows to the files of their roles."""
         entry = {
             "stage": stage,
-            "seconds": round(time.perf_counter() - start, 2),
+            "seconds": round(seconds, 2),
             "networks": of or len(members),
             "device": device_name(self.device),
             "commit": commit(),
@@ -191,16 +199,14 @@ class Trainer:
             at = torch.tensor([i for i, (other, _) in enumerate(members) if other == role])
             part = {name: value[at] for name, value in vars(stored).items() if isinstance(value, Tensor)}
             self.store.add(prefix + role.name, Stored(**part, history=[entry]))
-        self.say(f"{self.protocol.dataset}: {stage} done in {entry['seconds']} s")
 
     def _models(self, members: list[Member]) -> list[nn.Module]:
         """Untrained networks, one a member."""
         inputs = self.table.X.shape[1]
-        models = []
-        for role, fold in members:
-            (model,) = replicate(lambda kind=role.kind: make_network(self.protocol, inputs, kind), _seeds([(role, fold)]))
-            models.append(model.to(self.device))
-        return models
+        return [
+            replicate(partial(make_network, self.protocol, inputs, role.kind), [seed])[0].to(self.device)
+            for (role, _), seed in zip(members, _seeds(members), strict=True)
+        ]
 
     def _widened(self, members: list[Member], models: list[nn.Module]) -> list[nn.Module]:
         """All with as many outputs as the networks of quantiles have."""
@@ -271,7 +277,7 @@ class Trainer:
 def _with_needs(roles: Sequence[Role]) -> list[Role]:
     """The roles, and before them those whose networks or l2 they take."""
     needed = [Role("fit", role.share) for role in roles if role.kind in ("size", "quantile")]
-    return sorted(set([*needed, *roles]), key=lambda role: ((*TUNED, *FIXED).index(role.kind), -role.share))
+    return sorted({*needed, *roles}, key=lambda role: ((*TUNED, *FIXED).index(role.kind), -role.share))
 
 
 def _seeds(members: Sequence[Member]) -> list[int]:

@@ -74,9 +74,7 @@ class LearnedNetwork:
         recipe : as for `train`; with ``epochs=0`` the pattern is taken as it is, trained already.
         """
         check_positive_int("seed", seed, least=0)
-        check_positive_int("epochs", recipe["epochs"], least=0)
-        if recipe["epochs"] == 0 and pattern is None:
-            raise ValueError(f"epochs=0 takes {name} as it is, trained already, and needs one")
+        check_positive_int("epochs", recipe["epochs"], least=1 if pattern is None else 0)
         made = None if pattern is not None else _plan(name, rows.x, outputs, traits.dtype)
         with torch.inference_mode(False), torch.enable_grad():  # what is made in inference mode cannot be trained
             model = _copied(name, pattern, traits) if made is None else _make(made, traits.device, seed)
