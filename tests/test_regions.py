@@ -82,8 +82,10 @@ def test_intervals_equal_the_sweep(N, seed, more):
     right = torch.from_numpy(np.abs(rng.normal(size=(3, N))).round(1))
     left = -torch.from_numpy(np.abs(rng.normal(size=(3, N))).round(1))
     right[0, 0], left[1, 0] = INF, -INF
-    expected = [[regions.absolute_set(left[i], right[i], level) for level in levels] for i in range(3)]
-    hulls = regions.absolute_intervals(left.clone(), right.clone(), levels)
+    high = [regions.absolute_rank(level, N) for level in levels]
+    low = [N + 1 - k for k in high]
+    expected = [regions.sweep(left[i], right[i], low) for i in range(3)]
+    hulls = regions.two_sided(left.clone(), right.clone(), low, high)
     for i in range(3):
         for j in range(len(levels)):
             assert [tuple(hulls[i, :, j].tolist())] == expected[i][j]

@@ -19,7 +19,7 @@ ROOMS = [
     ["training"],
     ["influence"],
     ["regions"],
-    ["candidates"],
+    ["candidates", "pruning"],
     ["engine"],
     ["predictors"],
     ["evaluation"],

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from fullcp.curvature import Curvature, points_within
+from fullcp.curvature import Curvature, Query, points_within
 from fullcp.features import FeatureRows
 from fullcp.influence import absolute_changepoints, score_lines, signed_changepoints, signed_changepoints_blocks
 from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
+from fullcp.pruning import SortedRows, Window
 from fullcp.regions import (
     Interval,
-    absolute_intervals,
     absolute_p_values,
-    absolute_set,
+    absolute_rank,
     signed_intervals,
     signed_p_values,
+    signed_ranks,
+    sweep,
+    two_sided,
 )
+
+Ranks = list[tuple[int, int]]
+
+# Test points at a time: of like leverage, so that one window serves them, and enough for products at full speed.
+_GROUP = 128
+_FEWEST_ROWS = 256  # below, bounds take longer than the products they spare
+_LARGEST_SHARE = 0.5  # of the rows: above, all of them in their order are had faster than those that remain
+_IN_FLIGHT = 6  # arrays of test x train numbers at a time
 
 
 class Engine:
     """Full conformal prediction with a fixed curvature and fixed training residuals.
+
+    Where cross leverages are had row by row, intervals ask for those of the rows that can matter alone (`pruning`).
 
     Parameters
     ----------
@@ -34,7 +48,7 @@ class Engine:
     slack : Tensor (N, O, O)
         I - V_i, see `Curvature.slack`.
     score : "standard", "deleted" or "studentized"
-    residuals : "absolute" (one output) or "signed"
+    residuals : "absolute" (one output, or independent ones) or "signed"
     memory : budget in bytes; a quarter of it may hold a block of test x train numbers.
     """
 
@@ -50,65 +64,169 @@ class Engine:
         memory: int,
     ):
         self.curvature, self.features, self.e, self.slack = curvature, features, e, slack
-        self.score, self.residuals = score, residuals
+        self.score, self.residuals, self.memory = score, residuals, memory
         N, O = e.shape
-        in_flight = 12 * 8 * min(features.chunk, N) * O * O  # the arrays of one chunk of training rows
-        bytes_per_point = 2 * 8 * N * O + 2 * 8 * N * O * O + in_flight
-        self.points = min(
-            rows_within(memory // 4, bytes_per_point, at_most=4096),
-            points_within(curvature, features.jacobian, memory // 8),
-        )
+        self.each = O == 1 or curvature.independent  # whether an output is the case of one output
+        self.prunes = self.each and curvature.selective and _FEWEST_ROWS <= N
+        self._sorted: dict[int, SortedRows] = {}
+        self.points = points_within(curvature, features.jacobian, memory // 8)
+        if not self.prunes:
+            in_flight = 12 * 8 * min(features.chunk, N) * O * O  # the arrays of one chunk of training rows
+            bytes_per_point = 2 * 8 * N * O + 2 * 8 * N * O * O + in_flight
+            self.points = min(rows_within(memory // 4, bytes_per_point, at_most=4096), self.points)
 
     def intervals(self, phi: Tensor, levels: list[Fraction]) -> Tensor:
         """Ends of the intervals of m test points phi (m, O, D) relative to the predictions: (m, 2, L, O)."""
-        lower, upper = self._changepoints(phi)
-        ends = absolute_intervals if self.residuals == "absolute" else signed_intervals
-        return torch.stack(
-            [ends(low, low if upper is lower else up, levels) for low, up in zip(lower, upper, strict=True)], dim=3
-        )
+        query = self._query(phi)
+        if query.of_one is None:
+            return torch.stack([signed_intervals(low, up, levels) for low, up in self._coupled(query)], dim=3)
+        hulls = [self._hulls(o, query.of_one, self._ranks(levels)) for o in range(self.e.shape[1])]
+        return torch.stack([ends for ends, _ in hulls], dim=3)
 
     def sets(self, phi: Tensor, level: Fraction) -> list[list[list[Interval]]]:
         """The exact sets, for each test point and output the disjoint intervals relative to the prediction."""
         if self.residuals == "signed":
             ends = self.intervals(phi, [level])[:, :, 0]  # (m, 2, O)
             return [[[(low, high)] for low, high in point.T.tolist()] for point in ends]
-        left, right = self._changepoints(phi)
-        return [[absolute_set(a, b, level)] for a, b in zip(left[0], right[0], strict=True)]
+        query = self._query(phi).of_one
+        assert query is not None
+        found = []
+        for o in range(self.e.shape[1]):
+            hulls, unions = self._hulls(o, query, self._ranks([level]))
+            sets = [[(low, high)] for low, high in hulls[:, :, 0].tolist()]
+            found.append([unions[i][0] if i in unions else sets[i] for i in range(len(sets))])
+        return [list(point) for point in zip(*found, strict=True)]
 
     def p_values(self, phi: Tensor, f: Tensor, y: Tensor) -> Tensor:
         """Conformal p-values of labels y (m, O) where f (m, O) is predicted: (m, O)."""
-        lower, upper = self._changepoints(phi)
+        query = self._query(phi)
         value = absolute_p_values if self.residuals == "absolute" else signed_p_values
-        return torch.stack([value(lower[o], upper[o], f[:, o], y[:, o]) for o in range(y.shape[1])], dim=1)
+        if query.of_one is None:
+            pairs = self._coupled(query)
+            return torch.stack([value(low, up, f[:, o], y[:, o]) for o, (low, up) in enumerate(pairs)], dim=1)
+        p = torch.empty_like(y)
+        for o in range(y.shape[1]):
+            for some in self._parts(torch.arange(len(y), device=y.device), len(self.e)):
+                p[some, o] = value(*self._changepoints(o, query.of_one, some), f[some, o], y[some, o])
+        return p
 
     def score_lines(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A, B (m, N) and b (m,) of one output, see `influence.score_lines`."""
-        query = self.curvature.query(phi)
-        c = torch.cat([query.cross(rows)[..., 0, 0] for rows in self.features.slices()], dim=1)
+        query = self._query(phi)
+        c = self._cross(query, slice(None), None)
         return score_lines(self.score, self.e[:, 0], self.slack[:, 0, 0], c, query.leverage[:, 0, 0])
 
-    def _changepoints(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Both kinds of changepoint, (O, m, N) each; one and the same tensor where they are equal."""
+    def _query(self, phi: Tensor) -> Query:
         query = self.curvature.query(phi)
         check_all_finite(None, {"leverages": query.leverage})
-        N, O = self.e.shape
-        lower = phi.new_empty(O, len(phi), N, dtype=torch.float64)
+        return query
+
+    # One output, or each of several independent ones
+
+    def _hulls(self, o: int, query: Query, ranks: Ranks) -> tuple[Tensor, dict[int, list[list[Interval]]]]:
+        """Ends of output o's intervals (m, 2, L), and of the points whose sets may be unions the sets, L of them."""
+        h = query.leverage[:, 0, 0]
+        ends, unions = h.new_empty(len(h), 2, len(ranks)), {}
+        for points, window in self._windows(o, h, ranks):
+            for some in self._parts(points, len(self.e) if window is None else len(window.rows)):
+                lower, upper = self._changepoints(o, query, some, None if window is None else window.rows)
+                rays = self._with_rays(some, lower, upper)
+                ends[some] = two_sided(lower, upper, *self._places(ranks, window))
+                if len(rays):
+                    unions.update(self._swept(o, query, rays, ranks))
+        for i, sets in unions.items():
+            ends[i] = ends.new_tensor([[pieces[0][0] for pieces in sets], [pieces[-1][1] for pieces in sets]])
+        return ends, unions
+
+    def _windows(self, o: int, h: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Window | None]]:
+        """Groups of test points of leverages h (m,), each with the rows that can matter to them; None is all rows."""
+        N = len(self.e)
+        wanted = self._wanted(ranks)
+        if not self.prunes or not wanted:
+            yield torch.arange(len(h), device=h.device), None
+            return
+        if o not in self._sorted:
+            e = self.e[:, o].abs() if self.residuals == "absolute" else self.e[:, o]
+            self._sorted[o] = SortedRows(self.score, e, self.slack[:, o, o])
+        order = h.argsort()
+        leverages = h[order].tolist()
+        for start in range(0, len(h), _GROUP):
+            stop = min(start + _GROUP, len(h))
+            window = self._sorted[o].window(leverages[start], leverages[stop - 1], wanted)
+            yield order[start:stop], None if len(window.rows) > _LARGEST_SHARE * N else window
+
+    def _with_rays(self, points: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
+        """Those of the points to whose sets some row contributes two rays: no order statistic has their ends."""
+        if self.residuals == "signed":
+            return points[:0]
+        return points[(lower > upper).any(1)]
+
+    def _swept(self, o: int, query: Query, points: Tensor, ranks: Ranks) -> dict[int, list[list[Interval]]]:
+        """The exact sets of some points."""
+        found = {}
+        for some in self._parts(points, len(self.e)):
+            changepoints = zip(*self._changepoints(o, query, some), strict=True)
+            for i, (left, right) in zip(some.tolist(), changepoints, strict=True):
+                found[i] = sweep(left, right, [low for low, _ in ranks])
+        return found
+
+    def _ranks(self, levels: list[Fraction]) -> Ranks:
+        """For each level the ranks of the lower and of the upper end among N changepoints; 0 and N + 1 are infinite."""
+        N = len(self.e)
+        if self.residuals == "absolute":
+            return [(N + 1 - k, k) for k in (absolute_rank(level, N) for level in levels)]
+        return [signed_ranks(level, N) for level in levels]
+
+    def _wanted(self, ranks: Ranks) -> list[int]:
+        """The finite ones as ranks of what rows are sorted by: for absolute residuals both ends have the same."""
+        both = {k for _, k in ranks} if self.residuals == "absolute" else {k for pair in ranks for k in pair}
+        return sorted(both - {0, len(self.e) + 1})
+
+    def _places(self, ranks: Ranks, window: Window | None) -> tuple[list[int], list[int]]:
+        """The ranks of lower and upper ends among the rows of a window; infinite ones stay infinite."""
+        low, high = [k for k, _ in ranks], [k for _, k in ranks]
+        if window is None:
+            return low, high
+        wanted, S = self._wanted(ranks), len(window.rows)
+        inside = {0: 0, len(self.e) + 1: S + 1, **dict(zip(wanted, window.ranks(wanted), strict=True))}
+        high = [inside[k] for k in high]
+        return [S + 1 - k for k in high] if self.residuals == "absolute" else [inside[k] for k in low], high
+
+    def _parts(self, points: Tensor, rows: int) -> list[Tensor]:
+        """Test points in parts whose arrays of test x train numbers fit the budget."""
+        return list(torch.split(points, rows_within(self.memory // 4, _IN_FLIGHT * 8 * rows, at_most=4096)))
+
+    def _changepoints(self, o: int, query: Query, points: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Both kinds of changepoint of some points and rows (None: all), (m, n) each."""
+        ends = absolute_changepoints if self.residuals == "absolute" else signed_changepoints
+        e, s = self.e[:, o], self.slack[:, o, o]
+        e, s = (e, s) if rows is None else (e[rows], s[rows])
+        return ends(self.score, e, s, self._cross(query, points, rows), query.leverage[points, 0, 0])
+
+    def _cross(self, query: Query, points: slice | Tensor, rows: Tensor | None) -> Tensor:
+        """Cross leverages c (m, n) of some points and rows (None: all)."""
+        parts: list[slice] | list[Tensor] = self.features.slices()
+        if rows is not None:
+            bytes_per_row = 12 * self.features.size
+            parts = list(torch.split(rows, rows_within(self.memory // 8, bytes_per_row, at_most=len(rows))))
+        found = [query.cross(part, points)[..., 0, 0] for part in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    # Outputs that share parameters
+
+    def _coupled(self, query: Query) -> list[tuple[Tensor, Tensor]]:
+        """Both kinds of changepoint of each output, (m, N) each; one and the same tensor where they are equal."""
+        m, (N, O) = len(query.leverage), self.e.shape
+        lower = self.e.new_empty(O, m, N)
         upper = lower
         for rows in self.features.slices():
-            low, up = self._of_rows(rows, query.cross(rows), query.leverage)
+            low, up = signed_changepoints_blocks(
+                self.score, self.e[rows], self.slack[rows], query.cross(rows), query.leverage
+            )
             if up is not low and upper is lower:
                 upper = lower.clone()
-            lower[:, :, rows] = low
+            lower[:, :, rows] = low.permute(2, 0, 1)
             if upper is not lower:
-                upper[:, :, rows] = up
-        return lower, upper
-
-    def _of_rows(self, rows: slice, C: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-        """Changepoints of a slice of n training rows from their cross leverages C (m, n, O, O): (O, m, n) each."""
-        if self.e.shape[1] > 1:
-            low, up = signed_changepoints_blocks(self.score, self.e[rows], self.slack[rows], C, V)
-        else:
-            points = absolute_changepoints if self.residuals == "absolute" else signed_changepoints
-            low, up = points(self.score, self.e[rows, 0], self.slack[rows, 0, 0], C[..., 0, 0], V[:, 0, 0])
-        first = low.view(*C.shape[:2], -1).permute(2, 0, 1)
-        return first, first if up is low else up.view(*C.shape[:2], -1).permute(2, 0, 1)
+                upper[:, :, rows] = up.permute(2, 0, 1)
+        pairs = zip(lower, upper, strict=True)
+        return [(low, low if upper is lower else up) for low, up in pairs]

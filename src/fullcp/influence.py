@@ -39,6 +39,9 @@ from torch import Tensor
 SCORES = ("standard", "deleted", "studentized")
 RESIDUALS = ("absolute", "signed")
 INF = float("inf")
+# Bounds leave room for rounding: leverages and cross leverages come by different ways, and the former may be those of
+# float32 gradients. (What bounds lose is nothing; where even that is too little, an answer moves by no more than that.)
+_LEEWAY = 1e-6
 
 
 def signed_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +55,9 @@ def signed_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) 
     """
     P, missing = _pivot(score, s, c, h)
     d = P.add_(c)
-    r = e * (1 + h).unsqueeze(1) / d
+    r = (e * (1 + h).unsqueeze(1)).div_(d)
+    if missing is None and (d.numel() == 0 or bool(d.amin() > 0)):
+        return r, r
     whole = (d <= 0) if missing is None else (d <= 0) | missing
     return _with_whole_lines(r, r, whole)
 
@@ -87,11 +92,48 @@ def _pivot(score: str, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor 
     """P (m, N), and a mask of the points whose score does not exist."""
     if score == "standard":
         return torch.ones_like(c), None
-    P = torch.addcmul(s * (1 + h).unsqueeze(1), c, c)  # (1 + h) (1 - hbar_i)
-    missing = P <= 0
+    P = (s * (1 + h).unsqueeze(1)).addcmul_(c, c)  # (1 + h) (1 - hbar_i)
+    missing = P <= 0 if bool((s <= 0).any()) else None
     if score == "studentized":
-        P = P.clamp_(min=0).sqrt_()
-    return P, missing if bool(missing.any()) else None
+        P = (P if missing is None else P.clamp_(min=0)).sqrt_()
+    return P, missing if missing is not None and bool(missing.any()) else None
+
+
+def changepoint_bounds(
+    score: str, e: tuple[Tensor, Tensor], s: tuple[Tensor, Tensor], h: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Between what numbers r_i / (1 + h) lies, whatever the cross leverage, by |c_i| <= sqrt(h_i h) alone.
+
+    With q = (1 + h) s_i and |c| <= C, P + c runs through [1 - C, 1 + C] for standard scores, from sqrt(q + C^2) - C to
+    sqrt(q + C^2) + C for studentized ones, and for deleted ones up to q + C^2 + C, from where q + c^2 + c is least. For
+    the same reasons P - c does, so that for absolute residuals (e being |e|) the same bounds hold for both ends.
+
+    Parameters
+    ----------
+    e, s, h : pairs of tensors that broadcast
+        The least and the largest residual, slack and leverage of the test point; equal for a single point.
+
+    Returns
+    -------
+    low, high
+        -inf and inf where the point may contribute the whole line, or two rays.
+    """
+    C = ((1 - s[0] + _LEEWAY).clamp_(min=0) * h[1]).sqrt_().mul_(1 + _LEEWAY).add_(_LEEWAY * _LEEWAY)
+    if score == "standard":
+        least, most = 1 - C, 1 + C
+    else:
+        q_least, q_most = s[0] * (1 + h[0]), s[1] * (1 + h[1])
+        if score == "studentized":
+            least = q_least / (C + (C * C + q_least.clamp(min=0)).sqrt_())  # sqrt(q + C^2) - C
+            most = C + (C * C + q_most.clamp(min=0)).sqrt_()
+        else:
+            at = C.clamp(max=0.5)
+            least, most = q_least + at * at - at, q_most + C * C + C
+        least = torch.where(q_least > 0, least, -INF)
+    low, high = (e[0] / torch.where(e[0] > 0, most, least)), (e[1] / torch.where(e[1] > 0, least, most))
+    room = _LEEWAY * _LEEWAY
+    low, high = low - room * low.abs(), high + room * high.abs()
+    return low.masked_fill_(least <= 0, -INF), high.masked_fill_(least <= 0, INF)
 
 
 def _with_whole_lines(lower: Tensor, upper: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:

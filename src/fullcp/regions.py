@@ -16,6 +16,7 @@ from torch import Tensor
 
 Interval = tuple[float, float]
 INF = float("inf")
+_ROUNDING = 1e-11  # relative to labels and predictions: cross leverages are sums of many products
 
 
 def absolute_rank(level: Fraction, count: int) -> int:
@@ -72,29 +73,14 @@ def signed_intervals(lower: Tensor, upper: Tensor, levels: list[Fraction]) -> Te
     The changepoints are reordered in place.
     """
     ranks = [signed_ranks(level, lower.shape[1]) for level in levels]
+    return two_sided(lower, upper, [lo for lo, _ in ranks], [hi for _, hi in ranks])
+
+
+def two_sided(lower: Tensor, upper: Tensor, low: list[int], high: list[int]) -> Tensor:
+    """Order statistics of both kinds of changepoint (m, N), of L ranks each: (m, 2, L); they are reordered in place."""
     if lower is upper:
-        both = order_statistics(lower, [lo for lo, _ in ranks] + [hi for _, hi in ranks])
-        return both.view(len(lower), 2, len(levels))
-    low = order_statistics(lower, [lo for lo, _ in ranks])
-    return torch.stack([low, order_statistics(upper, [hi for _, hi in ranks])], dim=1)
-
-
-def absolute_intervals(left: Tensor, right: Tensor, levels: list[Fraction]) -> Tensor:
-    """Convex hulls of the sets of absolute residuals from changepoints (m, N), relative to the prediction: (m, 2, L).
-
-    Where every point contributes an interval around 0, two order statistics are the answer; test points for which
-    some point contributes two rays (left > right) are swept. The changepoints are reordered in place.
-    """
-    N = left.shape[1]
-    ranks = [absolute_rank(level, N) for level in levels]
-    uneven = (left > right).any(1).nonzero()[:, 0].tolist()
-    swept = {i: sweep(left[i], right[i], [N + 1 - k for k in ranks]) for i in uneven}
-    low = order_statistics(left, [N + 1 - k for k in ranks])
-    hulls = torch.stack([low, order_statistics(right, ranks)], dim=1)
-    for i, sets in swept.items():
-        ends = [[pieces[0][0] for pieces in sets], [pieces[-1][1] for pieces in sets]]
-        hulls[i] = torch.tensor(ends, dtype=hulls.dtype, device=hulls.device)
-    return hulls
+        return order_statistics(lower, low + high).view(len(lower), 2, len(low))
+    return torch.stack([order_statistics(lower, low), order_statistics(upper, high)], dim=1)
 
 
 def sweep(left: Tensor, right: Tensor, needs: list[int]) -> list[list[Interval]]:
@@ -133,27 +119,27 @@ def _runs(member: NDArray[np.bool_], points: NDArray[np.float64]) -> list[Interv
     ]
 
 
-def absolute_set(left: Tensor, right: Tensor, level: Fraction) -> list[Interval]:
-    """The exact set of one test point, absolute residuals (N,), relative to the prediction."""
-    return sweep(left, right, [len(left) + 1 - absolute_rank(level, len(left))])[0]
-
-
 def absolute_p_values(left: Tensor, right: Tensor, f: Tensor, y: Tensor) -> Tensor:
     """(1 + #{i : y - f in S_i}) / (N + 1) for candidates y (m,): the label belongs to the set where p > alpha.
 
-    Labels are compared with f + changepoint, the very number that `predict_set` gives as an end.
+    A label within rounding of an end belongs to the set: the same changepoint from other products differs by that.
     """
-    f, y = f.unsqueeze(1), y.unsqueeze(1)
-    above, below = f + left <= y, y <= f + right
+    f, y, room = _columns_with_room(f, y)
+    above, below = f + left <= y + room, y - room <= f + right
     inside = torch.where(left <= right, above & below, above | below)
     return (1 + inside.sum(1)).double() / (left.shape[1] + 1)
 
 
 def signed_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor) -> Tensor:
     """2 (1 + min(#{r_i <= y - f}, #{r_i >= y - f})) / (N + 1), at most 1, for candidates y (m,)."""
-    f, y = f.unsqueeze(1), y.unsqueeze(1)
-    fewer = torch.minimum((f + lower <= y).sum(1), (f + upper >= y).sum(1))
+    f, y, room = _columns_with_room(f, y)
+    fewer = torch.minimum((f + lower <= y + room).sum(1), (f + upper >= y - room).sum(1))
     return (2 * (1 + fewer).double() / (lower.shape[1] + 1)).clamp(max=1.0)
+
+
+def _columns_with_room(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Predictions, labels and what rounding may take, (m, 1) each."""
+    return f.unsqueeze(1), y.unsqueeze(1), (_ROUNDING * (y.abs() + f.abs())).unsqueeze(1)
 
 
 def bonferroni(level: Fraction, outputs: int) -> Fraction:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from fullcp.features import FeatureRows, RowIndex
+
+EVERY = slice(None)
+
+
+class Cross(Protocol):
+    """Cross leverages C_i = phi_i H^-1 phi^T of n training rows and some of m test points, (m', n, O, O)."""
+
+    def __call__(self, rows: RowIndex, points: RowIndex = EVERY, /) -> Tensor:
+        """The rows as a slice or as indices, and so the points."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +27,31 @@ class Query:
     ----------
     leverage : Tensor (m, O, O)
         V = phi H^-1 phi^T of each test point; h for one output.
-    cross : callable
-        Takes a slice of n training rows, returns their cross leverages C_i = phi_i H^-1 phi^T, (m, n, O, O).
+    cross : their cross leverages with training rows.
+    single : Query or None
+        Where outputs are independent, V = h I and C = c I: what there is to know about one of them.
     """
 
     leverage: Tensor
-    cross: Callable[[slice], Tensor]
+    cross: Cross
+    single: Query | None = None
+
+    @property
+    def of_one(self) -> Query | None:
+        """The query of a single output, where that is all there is to know."""
+        return self if self.leverage.shape[1] == 1 else self.single
+
+
+def cross_from(features: FeatureRows, solved: Tensor) -> Cross:
+    """Cross leverages phi_i (H^-1 phi^T) with H^-1 phi^T at hand, (m, O, D) in any layout."""
+    O = solved.shape[1]
+
+    def cross(rows: RowIndex, points: RowIndex = EVERY) -> Tensor:
+        P = features.block(rows).flatten(0, 1).double()  # (n O, D)
+        some = solved[points].flatten(0, 1)  # (m' O, D)
+        return (some @ P.T).view(-1, O, len(P) // O, O).permute(0, 2, 3, 1)
+
+    return cross
 
 
 class Curvature(Protocol):
@@ -32,10 +61,14 @@ class Curvature(Protocol):
     ----------
     name : what it is, in words.
     stands_alone : whether `leverage` and `solve` need no training row.
+    selective : whether cross leverages with a few rows take a few rows' work; else a query knows all of them.
+    independent : whether V = h I and C = c I for several outputs.
     """
 
     name: str
     stands_alone: bool
+    selective: bool
+    independent: bool
 
     def slack(self) -> Tensor:
         """I - V_i of the training rows, (N, O, O): 1 - h_i for one output.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fullcp.curvature.base import Query
+from fullcp.curvature.base import EVERY, Query
 from fullcp.curvature.cholesky import LEAST_IN_DUAL, cholesky, gram_blocks
 from fullcp.features import FeatureRows
 from fullcp.progress import track
@@ -28,6 +28,8 @@ class DualForm:
     """
 
     stands_alone = False
+    selective = False
+    independent = False
 
     def __init__(self, features: FeatureRows, diagonal: Tensor, factor: Tensor | None = None):
         self.features = features
@@ -85,7 +87,7 @@ class DualCurvature(DualForm):
         m, O, _ = phi.shape
         a, r = self._split(self._scaled(phi).T)  # (n, m O), (D, m O)
         C = a.view(-1, O, m, O).permute(2, 0, 1, 3)  # (m, N, O, O)
-        return Query(gram_blocks(a, O) + gram_blocks(r, O), lambda rows: C[:, rows])
+        return Query(gram_blocks(a, O) + gram_blocks(r, O), lambda rows, points=EVERY: C[points][:, rows])
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H^-1 times vectors (D,) or (D, m)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fullcp.curvature.base import NotPositiveDefiniteError, Query
+from fullcp.curvature.base import NotPositiveDefiniteError, Query, cross_from
 from fullcp.curvature.penalty import expand_l2
 from fullcp.curvature.ridge import ridge_step
 from fullcp.features import FeatureRows
@@ -77,6 +77,8 @@ class EigenCurvature:
     """
 
     stands_alone = True
+    selective = True
+    independent = False
 
     def __init__(self, features: FeatureRows, blocks: list[Block], diagonal: Tensor, *, name: str):
         self.features, self.blocks, self.diagonal, self.name = features, blocks, diagonal, name
@@ -100,15 +102,9 @@ class EigenCurvature:
 
     def query(self, phi: Tensor) -> Query:
         """Leverages and cross leverages of test points (m, O, D)."""
-        m, O, _ = phi.shape
         whitened = self._whiten(phi.double())
-        solved = self._whiten_back(whitened).flatten(0, 1)  # (m O, D)
-
-        def cross(rows: slice) -> Tensor:
-            P = self.features.block(rows).flatten(0, 1).double()  # (n O, D)
-            return (solved @ P.T).view(m, O, -1, O).permute(0, 2, 3, 1)
-
-        return Query(whitened @ whitened.mT, cross)
+        solved = self._whiten_back(whitened)  # H^-1 phi^T, (m, O, D)
+        return Query(whitened @ whitened.mT, cross_from(self.features, solved))
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H^-1 times vectors (D,) or (D, m)."""

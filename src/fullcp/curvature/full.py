@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from fullcp.curvature.base import Curvature, Query
+from fullcp.curvature.base import Curvature, Query, cross_from
 from fullcp.curvature.cholesky import cholesky, gram_blocks
 from fullcp.curvature.dual import DualCurvature
 from fullcp.curvature.kernels import KernelCurvature
@@ -76,6 +76,8 @@ class PrimalCurvature:
 
     name = "full, primal"
     stands_alone = True
+    selective = True
+    independent = False
 
     def __init__(self, features: FeatureRows, diagonal: Tensor, *, factor: Tensor | None = None):
         self.features = features
@@ -109,12 +111,7 @@ class PrimalCurvature:
         columns = self._whiten(phi)  # L^-1 phi^T, (D, m O)
         V = gram_blocks(columns, O)
         solved = torch.linalg.solve_triangular(self.factor.T, columns, upper=True, out=columns)  # H^-1 phi^T
-
-        def cross(rows: slice) -> Tensor:
-            P = self.features.block(rows).flatten(0, 1).double()  # (n O, D)
-            return (solved.T @ P.T).view(m, O, -1, O).permute(0, 2, 3, 1)
-
-        return Query(V, cross)
+        return Query(V, cross_from(self.features, solved.T.view(m, O, -1)))
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H^-1 times vectors (D,) or (D, m)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullcp.curvature.base import NotPositiveDefiniteError, Query
+from fullcp.curvature.base import EVERY, NotPositiveDefiniteError, Query
 from fullcp.curvature.cholesky import LEAST_IN_DUAL, gram_blocks
 from fullcp.curvature.dual import DualForm
 from fullcp.features import FeatureRows, KernelRows
@@ -47,7 +47,7 @@ class KernelCurvature(DualForm):
         V, whitened = self._split(phi)
         a = torch.linalg.solve_triangular(self.factor.T, whitened, upper=True)  # G^-1 k, (n, m O)
         C = a.view(-1, O, m, O).permute(2, 0, 1, 3)  # (m, N, O, O)
-        return Query(V, lambda rows: C[:, rows])
+        return Query(V, lambda rows, points=EVERY: C[points][:, rows])
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H^-1 times vectors (D,) or (D, m): (v - phi^T G^-1 phi (v / l2)) / l2."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullcp.curvature.base import Curvature, Query
+from fullcp.curvature.base import EVERY, Curvature, Query
 from fullcp.curvature.eigen import expand_over
 from fullcp.curvature.full import factorise, restore_full
-from fullcp.features import FeatureRows
+from fullcp.features import FeatureRows, RowIndex
 from fullcp.features.penultimate import Penultimate
 
 NAME = "last_layer"
@@ -75,7 +75,7 @@ class LastLayerCurvature:
     def __init__(self, rows: FeatureRows, single: Curvature, diagonal: Tensor):
         self.single, self.diagonal, self.layout = single, diagonal, _layout(rows)
         self.name = single.name.replace("full", "last layer")
-        self.stands_alone = single.stands_alone
+        self.stands_alone, self.selective, self.independent = single.stands_alone, single.selective, True
         self.eye = torch.eye(self.layout.copies, dtype=torch.float64, device=rows.x.device)
 
     def slack(self) -> Tensor:
@@ -89,7 +89,11 @@ class LastLayerCurvature:
     def query(self, phi: Tensor) -> Query:
         """Leverages and cross leverages of test points (m, O, D), multiples of I."""
         query = self.single.query(self._first(phi))
-        return Query(query.leverage * self.eye, lambda rows: query.cross(rows) * self.eye)
+
+        def cross(rows: RowIndex, points: RowIndex = EVERY) -> Tensor:
+            return query.cross(rows, points) * self.eye
+
+        return Query(query.leverage * self.eye, cross, query)
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H^-1 times vectors (D,) or (D, m)."""

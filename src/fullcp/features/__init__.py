@@ -5,7 +5,7 @@ from fullcp.features.kernels import KernelRows, kernel_rows
 from fullcp.features.network import Network
 from fullcp.features.perturbed import PerturbedNetwork
 from fullcp.features.products import gram_block_product, gram_product
-from fullcp.features.rows import FeatureRows
+from fullcp.features.rows import FeatureRows, RowIndex
 from fullcp.features.subset import select_parameters
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "KernelRows",
     "Network",
     "PerturbedNetwork",
+    "RowIndex",
     "gram_block_product",
     "gram_product",
     "kernel_rows",

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fullcp.features.jacobian import Jacobian
+from fullcp.features.recent import RecentRows
 from fullcp.features.symmetric import add_gram, mirror
 from fullcp.inputs import check_all_finite
+from fullcp.memory import rows_within
 from fullcp.progress import track
 from fullcp.sources import Inputs
+
+RowIndex: TypeAlias = slice | Tensor
+"""Some rows, one after the other or by their indices."""
 
 
 class FeatureRows:
@@ -42,6 +47,7 @@ class FeatureRows:
         self._held: Tensor | None = None  # (N, O, D)
         self._gram: Tensor | None = None  # (D, D)
         self._predictions: Tensor | None = None  # (N, O), float64
+        self._recent: RecentRows | None = None
 
     def hold(self) -> None:
         """Keep the gradients from the next pass on, where they fit: further passes will come."""
@@ -50,7 +56,7 @@ class FeatureRows:
 
     def release(self) -> None:
         """Let go of what was held."""
-        self.holds, self._held, self._gram = False, None, None
+        self.holds, self._held, self._gram, self._recent = False, None, None, None
 
     def forgo(self) -> None:
         """No gradients will be asked for: let go of what was held, and make chunks as large as the rows allow."""
@@ -75,7 +81,7 @@ class FeatureRows:
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickles and copies: without gradients, which may be large and can be had again."""
-        return {**vars(self), "_held": None, "_gram": None, "kept": {}}
+        return {**vars(self), "_held": None, "_gram": None, "_recent": None, "kept": {}}
 
     def slices(self) -> list[slice]:
         """The chunks of rows, in order."""
@@ -101,15 +107,28 @@ class FeatureRows:
         self._predictions = predictions
         self._held = held
 
-    def block(self, rows: slice) -> Tensor:
-        """Phi of a slice of rows, (n, O, D); no more than `chunk` rows where they are not held."""
+    def block(self, rows: RowIndex) -> Tensor:
+        """Phi of some rows, (n, O, D).
+
+        Where they are not held, a slice may have no more than `chunk` rows, and rows by their indices are kept for
+        the next time, within a quarter of the budget.
+        """
         if self._held is None and self.holds:
             for _ in self.chunks():
                 pass
         if self._held is not None:
-            return self._held[rows]
+            return self._held[rows] if isinstance(rows, slice) else self._held.index_select(0, rows)
+        if isinstance(rows, slice):
+            return self._computed(rows)
+        if self._recent is None:
+            width = self.outputs * self.size * torch.finfo(self.jacobian.dtype).bits // 8
+            most = rows_within(self.memory // 4, width, at_most=self.count)
+            self._recent = RecentRows(self._computed, self.count, self.chunk, most)
+        return self._recent(rows)
+
+    def _computed(self, rows: slice | list[int]) -> Tensor:
         f, phi = self.jacobian(self.x[rows])
-        check_all_finite(rows.start, {"outputs": f, "gradients": phi})
+        check_all_finite(rows.start if isinstance(rows, slice) else None, {"outputs": f, "gradients": phi})
         return phi
 
     @property

@@ -1,0 +1,122 @@
+"""Which training rows can be a wanted order statistic at all: bounds from leverages discard most of them, exactly.
+
+A changepoint lies between bounds that need no cross leverage (`influence.changepoint_bounds`). With v the k-th smallest
+lower bound and w the k-th smallest upper bound, the k-th smallest changepoint lies in [v, w]. A row whose upper bound
+is less than v is below it, one whose lower bound is more than w is above it, and neither can be it. Rows are sorted so
+that blocks of them have narrow bounds: blocks are looked at first, rows of the blocks that remain next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fullcp.influence import changepoint_bounds
+
+_BLOCK = 64  # rows in a block
+_STRATA = (0.5, 0.8, 0.95, 0.99)  # rows of like leverages are together: one large leverage widens a block's bounds
+
+
+@dataclass(frozen=True)
+class Window:
+    """What remains of N rows for some order statistics.
+
+    Attributes
+    ----------
+    rows : Tensor (S,)
+        Indices of the rows that remain.
+    below : list of int
+        For each rank, how many of the rows left out lie below it; the others lie above.
+    """
+
+    rows: Tensor
+    below: list[int]
+
+    def ranks(self, ranks: list[int]) -> list[int]:
+        """The ranks among the rows that remain."""
+        return [k - gone for k, gone in zip(ranks, self.below, strict=True)]
+
+
+class SortedRows:
+    """Training rows in blocks of like leverage and like residual.
+
+    Parameters
+    ----------
+    score : "standard", "deleted" or "studentized"
+    e : Tensor (N,)
+        Residuals; for absolute ones, their sizes.
+    s : Tensor (N,)
+        Slack 1 - h_i.
+    """
+
+    def __init__(self, score: str, e: Tensor, s: Tensor):
+        self.score, self.device = score, e.device
+        residuals, slack = e.cpu().numpy(), s.cpu().numpy()
+        N = len(residuals)
+        by_leverage = np.argsort(-slack, kind="stable")
+        edges = [0, *sorted({int(share * N) for share in _STRATA} - {0, N}), N]
+        strata = [by_leverage[a:b] for a, b in pairwise(edges)]
+        order = np.concatenate([rows[np.argsort(residuals[rows], kind="stable")] for rows in strata])
+        starts = np.concatenate([np.arange(a, b, _BLOCK) for a, b in pairwise(edges)])
+        ends = np.append(starts[1:], N)
+        at = np.append(starts, N)[:-1]
+
+        def there(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+        self.order = there(order)  # indices of the rows, stratum after stratum
+        self.e, self.s = there(residuals[order]), there(slack[order])
+        self.starts, self.counts = there(starts), there(ends - starts)
+        self.block_e = there(residuals[order][starts]), there(residuals[order][ends - 1])
+        self.block_s = there(np.minimum.reduceat(slack[order], at)), there(np.maximum.reduceat(slack[order], at))
+
+    def window(self, low: float, high: float, ranks: list[int]) -> Window:
+        """The rows that can have one of the ranks (1 to N) at a test point of leverage in [low, high]."""
+        h = self.e.new_tensor(low), self.e.new_tensor(high)
+        below = torch.zeros(len(ranks), dtype=torch.long, device=self.device)
+        wanted = torch.tensor(ranks, device=self.device)
+        bounds = changepoint_bounds(self.score, self.block_e, self.block_s, h)
+        inside, gone = _those_within(*bounds, self.counts, wanted)
+        below += gone
+        starts, counts = self.starts[inside], self.counts[inside]
+        at = (starts.unsqueeze(1) + torch.arange(_BLOCK, device=self.device)).flatten()
+        if bool((counts < _BLOCK).any()):
+            at = at[(torch.arange(_BLOCK, device=self.device) < counts.unsqueeze(1)).flatten()]
+        e, s = self.e[at], self.s[at]
+        inside, gone = _those_within(*changepoint_bounds(self.score, (e, e), (s, s), h), None, wanted - below)
+        below += gone
+        return Window(self.order[at[inside]], below.tolist())
+
+
+def _those_within(low: Tensor, high: Tensor, counts: Tensor | None, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries can hold one of the ranks, a mask (n,), and how many of the others lie below each, (K,).
+
+    Parameters
+    ----------
+    low, high : Tensor (n,)
+        Bounds of each entry.
+    counts : how many rows an entry stands for; None is one.
+    ranks : Tensor (K,)
+    """
+    v, w = _kth(low, counts, ranks), _kth(high, counts, ranks)
+    beneath = high.unsqueeze(1) < v  # (n, K)
+    inside = (~beneath & (low.unsqueeze(1) <= w)).any(1)
+    left_out = beneath & ~inside.unsqueeze(1)
+    gone = left_out.sum(0) if counts is None else (left_out * counts.unsqueeze(1)).sum(0)
+    return inside, gone
+
+
+def _kth(values: Tensor, counts: Tensor | None, ranks: Tensor) -> Tensor:
+    """The smallest value that, with all smaller ones, stands for at least k rows, for each rank k: (K,)."""
+    if counts is None:
+        if values.device.type == "cpu":
+            at = ranks - 1
+            found = np.partition(values.numpy(), sorted(set(at.tolist())))
+            return torch.from_numpy(found)[at]
+        return values.sort().values[ranks - 1]
+    order = values.argsort()
+    return values[order][torch.searchsorted(counts[order].cumsum(0), ranks)]

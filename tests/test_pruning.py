@@ -1,0 +1,241 @@
+"""Pruned prediction is the dense one: the same bits where cross leverages are, whatever the residuals and leverages."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from fractions import Fraction
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fullcp
+from fullcp import engine as engine_module
+from fullcp import pruning
+from fullcp.curvature.base import EVERY, Query
+from fullcp.engine import Engine
+from fullcp.features.recent import RecentRows
+from fullcp.influence import SCORES, absolute_changepoints, changepoint_bounds, signed_changepoints
+
+RESIDUALS = ("absolute", "signed")
+LEVELS = [Fraction(level) for level in ("1/10", "1/2", "8/10", "9/10", "99/100")]
+
+
+class Dense:
+    """A curvature all of whose leverages K (N + m, N + m) are at hand: any rows are had with the same bits."""
+
+    independent = False
+    selective = True
+
+    def __init__(self, K, N):
+        self.K, self.N = K, N
+
+    def query(self, phi):
+        K, N = self.K, self.N
+        V = K.diagonal()[N:].view(-1, 1, 1).clone()
+        return Query(V, lambda rows, points=EVERY: K[N:, :N][points][:, rows][..., None, None].clone())
+
+
+class Rows:
+    """What the engine asks of training rows."""
+
+    jacobian = None
+
+    def __init__(self, N, size):
+        self.N, self.size, self.chunk = N, size, 7 if N < 100 else N
+
+    def slices(self):
+        return [slice(i, min(i + self.chunk, self.N)) for i in range(0, self.N, self.chunk)]
+
+
+def made(seed, N, D, kind, tail):
+    """Leverages of N rows and 9 test points, and residuals, of an unpleasant kind."""
+    rng = np.random.default_rng(seed)
+    phi = rng.standard_t(2, size=(N + 9, D)) if tail else rng.normal(size=(N + 9, D))
+    if kind == "duplicates":
+        phi[N : N + 4] = phi[rng.integers(N, size=4)]
+        phi[: N // 2] = phi[rng.integers(N, size=N // 2)]
+    if kind == "outliers":
+        phi[:: max(1, N // 3)] *= 1e4  # leverages next to 1
+        phi[N] *= 1e3
+    H = phi[:N].T @ phi[:N] + 10.0 ** rng.integers(-3, 2) * np.eye(D)
+    K = phi @ np.linalg.solve(H, phi.T)
+    if kind == "approximate":
+        K *= 1.7  # leverages of 1 and more: scores that do not exist, points that count for all labels, rays
+    e = rng.standard_t(1.2, size=N) if tail else rng.normal(size=N)
+    if kind == "ties":
+        e = rng.integers(-1, 2, size=N).astype(float)
+    return torch.from_numpy(K), torch.from_numpy(e)
+
+
+def engines(K, e, score, residuals):
+    """The dense engine and the pruned one, which takes windows of any size for what they are worth."""
+    N = len(e)
+    slack = (1 - K.diagonal()[:N]).view(-1, 1, 1)
+    settings = {"score": score, "residuals": residuals, "memory": 10**8}
+    with patch.object(engine_module, "points_within", lambda *arguments: 4096):
+        with patch.object(engine_module, "_FEWEST_ROWS", 10**9):
+            dense = Engine(Dense(K, N), Rows(N, 3), e.unsqueeze(1), slack, **settings)
+        with patch.object(engine_module, "_FEWEST_ROWS", 1):
+            pruned = Engine(Dense(K, N), Rows(N, 3), e.unsqueeze(1), slack, **settings)
+    assert pruned.prunes
+    assert not dense.prunes
+    return dense, pruned
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 50),
+    st.integers(1, 6),
+    st.sampled_from(["plain", "ties", "duplicates", "outliers", "approximate"]),
+    st.booleans(),
+    st.lists(st.sampled_from(LEVELS), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.integers(1, 9),
+)
+@pytest.mark.parametrize("residuals", RESIDUALS)
+@pytest.mark.parametrize("score", SCORES)
+def test_pruned_equals_dense(score, residuals, seed, N, D, kind, tail, levels, block, group):
+    K, e = made(seed, N, D, kind, tail)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(pruning, "_BLOCK", block))
+        stack.enter_context(patch.object(engine_module, "_GROUP", group))
+        stack.enter_context(patch.object(engine_module, "_LARGEST_SHARE", 2.0))
+        dense, pruned = engines(K, e, score, residuals)
+        phi = torch.empty(9, 1, 3)
+        expected = dense.intervals(phi, levels)
+        assert torch.equal(pruned.intervals(phi, levels), expected)
+        assert pruned.sets(phi, levels[0]) == dense.sets(phi, levels[0])
+
+
+def test_rows_are_left_out():
+    """The same with many rows, few of which matter: otherwise the test above compares the dense way with itself."""
+    rng = np.random.default_rng(0)
+    N, D = 3000, 5
+    phi = rng.normal(size=(N + 300, D))
+    K = torch.from_numpy(phi @ np.linalg.solve(phi[:N].T @ phi[:N] + np.eye(D), phi.T))
+    e = torch.from_numpy(rng.standard_t(3, size=N))
+    for residuals in RESIDUALS:
+        dense, pruned = engines(K, e, "studentized", residuals)
+        phi = torch.empty(300, 1, 3)
+        sizes = []
+        window = pruning.SortedRows.window
+
+        def counted(self, *arguments, sizes=sizes, window=window):
+            found = window(self, *arguments)
+            sizes.append(len(found.rows))
+            return found
+
+        with patch.object(pruning.SortedRows, "window", counted):
+            found = pruned.intervals(phi, LEVELS)
+        assert torch.equal(found, dense.intervals(phi, LEVELS))
+        assert len(sizes) == 3
+        assert max(sizes) < 0.1 * N
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 10**6), st.sampled_from(SCORES), st.booleans(), st.booleans())
+def test_bounds_hold(seed, score, approximate, ranges):
+    """Every changepoint lies between its bounds, at the extremes of the cross leverage too."""
+    rng = np.random.default_rng(seed)
+    n = 40
+    h_i = rng.uniform(0, 1.5 if approximate else 1, size=n) ** rng.integers(1, 6)
+    h = 10.0 ** rng.uniform(-4, 2)
+    share = rng.choice([-1, 1, -1 + 1e-9, 0, rng.uniform(-1, 1)], size=n)
+    c = torch.from_numpy(share * np.sqrt(h_i * h))[None]
+    e = torch.from_numpy(rng.normal(size=n).round(1))
+    s, at = torch.from_numpy(1 - h_i), torch.tensor([h], dtype=torch.float64)
+    wide = 1.3 if ranges else 1.0
+    spread = torch.from_numpy(rng.uniform(0, 0.2, size=n)) if ranges else torch.zeros(n)
+    around = (s - spread, s + spread), (at / wide, at * wide)
+    low, high = changepoint_bounds(score, (e - spread, e + spread), *around)
+    lower, upper = signed_changepoints(score, e, s, c, at)
+    assert (lower[0] >= low * (1 + h)).all()
+    assert (upper[0] <= high * (1 + h)).all()
+    low, high = changepoint_bounds(score, (e.abs() - spread, e.abs() + spread), *around)
+    left, right = absolute_changepoints(score, e, s, c, at)
+    one = left <= right
+    assert (right[one] >= (low * (1 + h))[one[0]]).all()
+    assert (right[one] <= (high * (1 + h))[one[0]]).all()
+    assert (-left[one] >= (low * (1 + h))[one[0]]).all()
+    assert (-left[one] <= (high * (1 + h))[one[0]]).all()
+    assert (high[~one[0]] == float("inf")).all()  # where rays are possible, a row always remains
+    assert (low[~one[0]] == -float("inf")).all()
+
+
+def network(outputs=1):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def rows(N, seed, outputs=1):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(N, 3, generator=generator)
+    y = X[:, :1] + 0.3 * torch.randn(N, outputs, generator=generator) * (1 + X[:, :1].abs())
+    return X, y
+
+
+@pytest.mark.parametrize("residuals", RESIDUALS)
+@pytest.mark.parametrize("curvature", ["full", "kfac", "diagonal", "low_rank", "last_layer"])
+@pytest.mark.parametrize("memory", ["1GB", "1MB"])  # in 1 MB, gradients are computed again where they are needed
+def test_networks(curvature, residuals, memory):
+    X, y = rows(1500, 1)
+    X_new, _ = rows(200, 2)
+    cp = fullcp.FullConformalRegressor(network(), curvature, residuals=residuals, l2=1.0, memory=memory)
+    cp.conformalize(X, y)
+    assert cp._engine.prunes
+    found = cp.predict_interval(X_new, [0.5, 0.9, 0.99]).intervals
+    with patch.object(cp._engine, "prunes", False):
+        expected = cp.predict_interval(X_new, [0.5, 0.9, 0.99]).intervals
+    torch.testing.assert_close(found, expected, rtol=1e-6 if memory == "1MB" else 1e-9, atol=0)
+    for level in (0.5, 0.99):  # between labels of the set and others, p-values of all rows tell
+        lower, upper = cp.predict_interval(X_new, level).intervals[:, :, 0].unbind(1)
+        assert (cp.p_value(X_new, upper) > 1 - level + 1e-9).all()
+        assert (cp.p_value(X_new, upper + 1e-4) <= 1 - level + 1e-9).all()
+        assert (cp.p_value(X_new, lower) > 1 - level + 1e-9).all()
+        assert (cp.p_value(X_new, lower - 1e-4) <= 1 - level + 1e-9).all()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_independent_outputs_are_single_cases(score):
+    """Of the last layer: blocks of O x O are multiples of I, and each output is what it would be alone."""
+    X, y = rows(600, 1, outputs=3)
+    X_new, _ = rows(50, 2)
+    model = network(3)
+    cp = fullcp.FullConformalRegressor(model, "last_layer", score=score, l2=1.0).conformalize(X, y)
+    found = cp.predict_interval(X_new, [0.8, 0.95]).intervals
+    with patch.object(Query, "of_one", None):
+        blocks = cp.predict_interval(X_new, [0.8, 0.95]).intervals
+    torch.testing.assert_close(found, blocks, rtol=1e-8, atol=1e-10)
+
+
+class TestRecentRows:
+    def setup_method(self):
+        self.asked = []
+
+    def compute(self, indices):
+        self.asked.append(indices)
+        return torch.tensor(indices, dtype=torch.float64).unsqueeze(1) * 10
+
+    def test_rows_are_computed_once(self):
+        recent = RecentRows(self.compute, 100, 3, 20)
+        wanted = torch.tensor([5, 3, 90, 3, 17])
+        assert torch.equal(recent(wanted)[:, 0], wanted.double() * 10)
+        assert torch.equal(recent(torch.tensor([90, 4]))[:, 0], torch.tensor([900.0, 40.0]).double())
+        assert sorted(i for indices in self.asked for i in indices) == [3, 4, 5, 17, 90]
+        assert max(map(len, self.asked)) <= 3
+
+    def test_no_more_are_kept_than_fit(self):
+        recent = RecentRows(self.compute, 100, 50, 10)
+        for start in range(0, 100, 8):
+            wanted = torch.arange(start, min(100, start + 8))
+            assert torch.equal(recent(wanted)[:, 0], wanted.double() * 10)
+            assert recent.kept <= 10
+        wanted = torch.arange(60)
+        assert torch.equal(recent(wanted)[:, 0], wanted.double() * 10)
+        assert recent.kept <= 10
