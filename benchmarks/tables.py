@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 
 from fullcp.experiments.reproduction import SYNTHETIC, Request, run
-from fullcp.experiments.tables import TABLES
+from fullcp.experiments.tables import SPECS, TABLES
 
 PART = 15 * 2**20
 
 
 def request(options, dataset):
-    tables = [name for name in options.tables if name == SYNTHETIC or dataset in TABLES[name].datasets]
+    tables = [name for name in options.tables if name == SYNTHETIC or dataset in SPECS[name].datasets]
     if dataset == "synthetic":
         tables = [SYNTHETIC]
     return Request(
@@ -38,6 +38,7 @@ def request(options, dataset):
         run_dir=options.run_dir,
         output=options.output,
         memory=options.memory,
+        scaling=options.scaling,
     )
 
 
@@ -109,6 +110,7 @@ def main():
     parser.add_argument("--run-dir", type=Path, default=Path("runs"))
     parser.add_argument("--output", type=Path, default=Path("results"))
     parser.add_argument("--memory", default="4GB")
+    parser.add_argument("--scaling", default="training")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=float("inf"))
     parser.add_argument("--pack", type=Path)

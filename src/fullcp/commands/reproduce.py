@@ -9,45 +9,36 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from fullcp.commands.app import app
+from fullcp.commands.spread import Spread
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-class Spread(TyperCommand):
-    """A command whose list options take several words: ``--datasets yacht boston``."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Give each word its option."""
-        several = {o for p in self.params if getattr(p, "multiple", False) for o in p.opts}
-        spread: list[str] = []
-        option, taken = "", 0
-        for word in args:
-            if word.startswith("-"):
-                option, taken = (word if word in several else ""), 0
-            elif option:
-                spread += [option] if taken else []
-                taken += 1
-            spread.append(word)
-        return super().parse_args(ctx, spread)
-
-
 @app.command(cls=Spread)
 def reproduce(
-    table: Annotated[list[str], typer.Option(help="Table: main, extra, main_25, ...")],
+    table: Annotated[
+        list[str],
+        typer.Option(
+            help="Table: main, extra, main_25, extra_25, extra_acp, uci_kfac, uci_lastlayer, synthetic_fullcp; or "
+            "calibration_share, for the figure."
+        ),
+    ],
     datasets: Annotated[list[str] | None, typer.Option(help="Data sets of the table; all unless given.")] = None,
     methods: Annotated[list[str] | None, typer.Option(help="Methods; all unless given.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Repeats; the paper's 10 or 20 unless given.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; the paper's unless given.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    stage: Annotated[str, typer.Option(help="train, evaluate, or all.")] = "all",
+    stage: Annotated[str, typer.Option(help="train, evaluate, write, or all.")] = "all",
     run_dir: Annotated[Path, typer.Option(help="Folder for networks and folds; resumed where it exists.")] = Path(
         "runs"
     ),
     output: Annotated[Path, typer.Option(help="Folder for the tables.")] = Path("results"),
     memory: Annotated[str, typer.Option(help="Working memory of the predictors.")] = "4GB",
+    scaling: Annotated[
+        str, typer.Option(help="training, or authors: their scaling mistake, made to see what it explains.")
+    ] = "training",
 ) -> None:
     """Train the networks of a table as ensembles, evaluate every method on them, write the table."""
     from fullcp.experiments import reproduction
@@ -64,6 +55,7 @@ def reproduce(
         run_dir=run_dir,
         output=output,
         memory=memory,
+        scaling=scaling,
     )
     try:
         reproduction.run(

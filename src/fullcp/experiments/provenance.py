@@ -1,11 +1,9 @@
-"""Where a number comes from: commit, device, command."""
+"""Where a number comes from: commit and device."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -34,8 +32,3 @@ def commit() -> str:
 def device_name(device: torch.device) -> str:
     """The device in words."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
-
-
-def command() -> str:
-    """The command line, without folders of this machine."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -9,16 +9,19 @@ import torch
 
 from fullcp.data import DATASETS, DataUnavailableError, Table, load_dataset
 from fullcp.experiments import synthetic
+from fullcp.experiments.authors_scaling import SCALINGS
 from fullcp.experiments.protocol import protocol_of
-from fullcp.experiments.tables import TABLES, TableSpec
+from fullcp.experiments.results import Results
+from fullcp.experiments.store import RunFolder
+from fullcp.experiments.tables import SPECS, TableSpec
 from fullcp.experiments.uci_evaluation import Evaluator
 from fullcp.experiments.uci_methods import METHODS, Arm
 from fullcp.experiments.uci_training import Say, Trainer
 from fullcp.inputs import check_choice
 from fullcp.memory import parse_memory
 
-STAGES = ("train", "evaluate", "all")
-SYNTHETIC = "synthetic_fullcp"
+STAGES = ("train", "evaluate", "write", "all")
+SYNTHETIC = synthetic.TABLE
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,16 @@ class Request:
     run_dir: Path
     output: Path
     memory: str
+    scaling: str = "training"
 
     def specs(self) -> list[TableSpec]:
         """The tables asked for."""
-        return [TABLES[name] for name in self.tables if name in TABLES]
+        return [SPECS[name] for name in self.tables if name in SPECS]
 
     def check(self) -> None:
         """Refuse what there is not, before anything runs."""
         for name in self.tables:
-            check_choice("table", name, (*TABLES, SYNTHETIC))
+            check_choice("table", name, (*SPECS, SYNTHETIC))
         for name in self.datasets or ():
             check_choice("datasets", name, tuple(DATASETS))
             if not any(name in spec.datasets for spec in self.specs()):
@@ -51,6 +55,7 @@ class Request:
         for name in self.methods or ():
             check_choice("methods", name, tuple(dict.fromkeys([*METHODS, *synthetic.METHODS])))
         check_choice("stage", self.stage, STAGES)
+        check_choice("scaling", self.scaling, SCALINGS)
         parse_memory(self.memory)
 
     def arms(self, dataset: str) -> list[Arm]:
@@ -90,7 +95,18 @@ def _run_dataset(request: Request, table: Table, device: torch.device, say: Say)
         roles = list(dict.fromkeys(role for arm in arms for role in arm.roles()))
         Trainer(table, protocol, request.run_dir, device, say).run(roles)
     if request.stage in ("evaluate", "all"):
-        Evaluator(table, protocol, request.run_dir, device, request.memory, say).run(arms)
+        evaluator = Evaluator(table, protocol, request.run_dir, device, request.memory, say, scaling=request.scaling)
+        evaluator.run(arms)
+    if request.stage in ("write", "all"):
+        results = _results(request, say)
+        for spec in request.specs():
+            if table.name in spec.datasets:
+                results.write(spec.name, protocol, table.X.shape, spec.available(request.methods))
+        results.write_training(RunFolder(request.run_dir, table.name, protocol.training_facts()))
+
+
+def _results(request: Request, say: Say) -> Results:
+    return Results(request.output, request.run_dir, say, scaling=request.scaling)
 
 
 def _run_synthetic(request: Request, device: torch.device, say: Say) -> None:
@@ -98,8 +114,13 @@ def _run_synthetic(request: Request, device: torch.device, say: Say) -> None:
     task = synthetic.Synthetic(request.run_dir, device, say, repeats=repeats, epochs=epochs)
     if request.stage in ("train", "all"):
         task.train()
+    methods = [m for m in synthetic.METHODS if request.methods is None or m in request.methods]
     if request.stage in ("evaluate", "all"):
-        task.evaluate([m for m in synthetic.METHODS if request.methods is None or m in request.methods], request.memory)
+        task.evaluate(methods, request.memory)
+    if request.stage in ("write", "all"):
+        results = _results(request, say)
+        results.write_synthetic(repeats, epochs, methods)
+        results.write_training(task.store)
 
 
 def read_device(word: str) -> torch.device:

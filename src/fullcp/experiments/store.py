@@ -77,6 +77,10 @@ class RunFolder:
             )
         return Stored(**tensors, history=header["history"])
 
+    def roles(self) -> list[str]:
+        """The roles that have networks."""
+        return sorted(path.stem for path in self.path.glob("*.safetensors"))
+
     def missing(self, role: str, folds: list[int]) -> list[int]:
         """Folds without a network of this role."""
         stored = self.read(role)

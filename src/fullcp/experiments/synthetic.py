@@ -28,7 +28,7 @@ from fullcp.predictors.base import Predictor
 from fullcp.progress import track
 from fullcp.training import mlp, replicate, train_ensemble
 
-NAME = "synthetic"
+NAME, TABLE = "synthetic", "synthetic_fullcp"
 TRAIN, TEST, REPEATS, EPOCHS = 500, 100, 20, 500
 RATES = (1e-2, 1e-5)
 Array = NDArray[np.float64]
@@ -113,13 +113,15 @@ class Synthetic:
     def evaluate(self, methods: Sequence[str], memory: str) -> None:
         """Each method on each data set."""
         done = {(int(line["fold"]), line["method"]) for line in self.lines.read()}
+        where = {"device": device_name(self.device), "commit": commit()}
         todo = [(s, name) for s in range(self.repeats) for name in methods if (s, arm_name(name)) not in done]
         if todo:
             self.say(f"{NAME}: {len(todo)} evaluations of {', '.join(methods)}")
         for seed, name in track(todo, NAME, len(todo)):
             train, (X, y) = draw(seed)
             lines = measure(lambda seed=seed, name=name, train=train: self._make(name, seed, train, memory), X, y)  # type: ignore[misc]
-            self.lines.append([{"fold": seed, "repeat": seed, "method": arm_name(name), **line} for line in lines])
+            of = {"fold": seed, "repeat": seed, "method": arm_name(name), **where}
+            self.lines.append([{**of, **line} for line in lines])
 
     def _make(self, name: str, seed: int, train: Part, memory: str) -> Predictor:
         role = "fit-50" if name == "SCP" else "full"

@@ -1,10 +1,11 @@
-"""The paper's tables: which data sets, which methods, which of their variants."""
+"""The paper's tables, and its figure of calibration shares: which data sets, which methods, which variants."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fullcp.experiments.protocol import SHARES
 from fullcp.experiments.uci_methods import Arm, is_available
 
 _MAIN = ("yacht", "boston", "energy", "bike", "protein", "facebook_2")
@@ -41,9 +42,17 @@ def _all_methods(share: int) -> tuple[Arm, ...]:
         Arm("ACP-GN", score="studentized"),
         Arm("SCP-GN", share=share),
         Arm("ACP-GN (split + refine)", score="studentized", share=share),
-        Arm("informed", score="studentized", share=share),
-        Arm("jackknife+"),
+        *_ours(),
     )
+
+
+def _ours(*curvatures: str) -> tuple[Arm, ...]:
+    """The library's own methods, in every table, with the full matrix and these curvatures."""
+    found: list[Arm] = []
+    for curvature in ("full", *curvatures):
+        found += [Arm("informed", curvature, "studentized", share) for share in SHARES]
+        found += [Arm("jackknife+", curvature)]
+    return tuple(found)
 
 
 def _curvatures(other: str, score: str) -> tuple[Arm, ...]:
@@ -54,6 +63,7 @@ def _curvatures(other: str, score: str) -> tuple[Arm, ...]:
         *(Arm("SCP-GN", c, share=50) for c in both),
         *(Arm("ACP-GN", c, score) for c in both),
         *(Arm("ACP-GN (split + refine)", c, score, 50) for c in both),
+        *_ours(other),
     )
 
 
@@ -70,6 +80,7 @@ _SPECS = (
             Arm("ACP", score="standard"),
             Arm("ACP-GN", score="studentized"),
             Arm("ACP-GN (split + refine)", score="studentized", share=50),
+            *_ours(),
         ),
     ),
     TableSpec("uci_kfac", "KFAC in place of the full Gauss-Newton matrix", _LARGE, _curvatures("kfac", "standard")),
@@ -79,3 +90,17 @@ _SPECS = (
 )
 
 TABLES = {spec.name: spec for spec in _SPECS}
+
+CALIBRATION_SHARES = (10, 25, 50, 75, 90)
+SHARE_FIGURE = TableSpec(
+    "calibration_share",
+    "Split + refine against the share of the training part that calibrates",
+    ("protein",),
+    (
+        Arm("ACP-GN", score="studentized"),
+        *(Arm("ACP-GN (split + refine)", score="studentized", share=share) for share in CALIBRATION_SHARES),
+        *(Arm("informed", score="studentized", share=share) for share in SHARES),
+    ),
+)
+
+SPECS = {**TABLES, SHARE_FIGURE.name: SHARE_FIGURE}

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from fullcp.data import Table
+from fullcp.experiments.authors_scaling import scaled_fold
 from fullcp.experiments.lines import LineFile
 from fullcp.experiments.measure import COLUMNS, Line, measure
-from fullcp.experiments.protocol import Fold, Protocol, ScaledFold, folds_of
+from fullcp.experiments.protocol import Fold, Protocol, folds_of
+from fullcp.experiments.provenance import commit, device_name
 from fullcp.experiments.store import RunFolder
 from fullcp.experiments.uci_methods import METHODS, Arm, Bench
 from fullcp.experiments.uci_training import Role, Say, make_network
@@ -24,12 +26,25 @@ class Evaluator:
     Parameters
     ----------
     memory : for the predictors.
+    scaling : of rows that networks have not seen, see `authors_scaling`; each has a file of lines of its own.
     """
 
-    def __init__(self, table: Table, protocol: Protocol, folder: Path, device: torch.device, memory: str, say: Say):
+    def __init__(
+        self,
+        table: Table,
+        protocol: Protocol,
+        folder: Path,
+        device: torch.device,
+        memory: str,
+        say: Say,
+        *,
+        scaling: str = "training",
+    ):
         self.table, self.protocol, self.device, self.memory, self.say = table, protocol, device, memory, say
+        self.scaling = scaling
+        self.where = {"device": device_name(device), "commit": commit()}
         self.store = RunFolder(folder, protocol.dataset, protocol.training_facts())
-        self.lines = LineFile(folder / protocol.dataset / "folds.csv", COLUMNS)
+        self.lines = line_file(folder, protocol.dataset, scaling)
         self.folds = folds_of(protocol, len(table))
 
     def run(self, arms: Sequence[Arm]) -> None:
@@ -42,7 +57,8 @@ class Evaluator:
         self.say(f"{self.protocol.dataset}: {len(arms)} methods on {len(todo)} folds")
         for fold, left in track(todo, self.protocol.dataset, len(todo)):
             bench = self._bench(fold)
-            self.lines.append([line for arm in left for line in self._lines(bench, arm)])
+            alike = sorted(left, key=lambda arm: (arm.method, arm.curvature, arm.share))  # those that share a fit
+            self.lines.append([line for arm in alike for line in self._lines(bench, arm)])
 
     def _lines(self, bench: Bench, arm: Arm) -> list[Line]:
         """The lines of an arm on a fold, in the target's units; none where a network of it diverged."""
@@ -50,10 +66,11 @@ class Evaluator:
         if any(self._is_lost(role, fold) for role in arm.roles()):
             self.say(f"{self.protocol.dataset}: fold {fold.number} has no {arm.method}, its network diverged")
             return []
-        X, y = bench.data.X[fold.test], bench.data.y[fold.test]
+        X, y = bench.data.unseen(fold.test, arm.share)
         scale = float(bench.data.scale.scale)
         lines = measure(lambda: METHODS[arm.method].make(bench, arm), X, y, scale=scale)
-        return [{"fold": fold.number, "repeat": fold.repeat, "method": arm.name, **line} for line in lines]
+        of = {"fold": fold.number, "repeat": fold.repeat, "method": arm.name, **self.where}
+        return [{**of, **line} for line in lines]
 
     def _bench(self, fold: Fold) -> Bench:
         def network(role: Role) -> nn.Module:
@@ -71,8 +88,14 @@ class Evaluator:
             stored = self.store.cached(role.name)
             return float(stored.noise[stored.places()[fold.number]])
 
-        return Bench(self.protocol, ScaledFold.of(self.table, fold), network, l2, noise, self.memory)
+        data = scaled_fold(self.table, fold, self.scaling)
+        return Bench(self.protocol, data, network, l2, noise, self.memory)
 
     def _is_lost(self, role: Role, fold: Fold) -> bool:
         stored = self.store.cached(role.name)
         return bool(stored.lost[stored.places()[fold.number]])
+
+
+def line_file(folder: Path, dataset: str, scaling: str = "training") -> LineFile:
+    """Where the lines of a data set are."""
+    return LineFile(folder / dataset / ("folds.csv" if scaling == "training" else f"folds-{scaling}.csv"), COLUMNS)

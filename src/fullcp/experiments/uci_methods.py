@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
@@ -83,6 +83,7 @@ class Bench:
     ----------
     network : role -> trained network.
     l2, noise : role -> what it was trained with, or what tuning found.
+    latest : the fit that was made last, see `shared`.
     """
 
     protocol: Protocol
@@ -91,6 +92,7 @@ class Bench:
     l2: Callable[[Role], Any]
     noise: Callable[[Role], float]
     memory: str
+    latest: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def train(self) -> tuple[Any, Any]:
@@ -100,7 +102,14 @@ class Bench:
     def parts(self, share: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """Rows that fit, and rows that calibrate."""
         fit, cal = self.data.fold.parts(share)
-        return self.data.rows(fit), self.data.rows(cal)
+        return self.data.rows(fit), self.data.unseen(cal, share)
+
+    def shared(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What `make` gives, made once for arms that come one after the other and want the same."""
+        if key not in self.latest:
+            self.latest.clear()
+            self.latest[key] = make()
+        return self.latest[key]
 
     def spread(self, role: Role, rows: tuple[Any, Any]) -> dict[str, Any]:
         """The l2 and noise of the Laplace approximation.
@@ -120,14 +129,19 @@ class Bench:
 
 def _full(bench: Bench, arm: Arm) -> Predictor:
     role = Role("full")
-    return FullConformalRegressor(
-        bench.network(role),
-        arm.curvature,
-        arm.score,
-        bench.protocol.residuals,
-        bench.l2(role),
-        memory=bench.memory,
-    ).conformalize(*bench.train)
+
+    def fit() -> FullConformalRegressor:
+        return FullConformalRegressor(
+            bench.network(role),
+            arm.curvature,
+            arm.score,
+            bench.protocol.residuals,
+            bench.l2(role),
+            memory=bench.memory,
+        ).conformalize(*bench.train)
+
+    fitted: FullConformalRegressor = bench.shared(("ACP-GN", arm.curvature), fit)
+    return fitted.with_score(arm.score)
 
 
 def _laplace(bench: Bench, arm: Arm) -> Predictor:
@@ -162,12 +176,16 @@ def _quantiles(bench: Bench, arm: Arm) -> Predictor:
 
 
 def _refined(bench: Bench, arm: Arm) -> Predictor:
-    _, cal = bench.parts(arm.share)
-    model = bench.network(Role("base", arm.share))
-    l2: Any = "marglik" if bench.protocol.tunes_in_training else _best_of_grid(bench, model, arm, cal)
-    return RefinedSplitConformalRegressor(
-        model, arm.curvature, arm.score, bench.protocol.residuals, l2, memory=bench.memory
-    ).conformalize(*cal)
+    def fit() -> RefinedSplitConformalRegressor:
+        _, cal = bench.parts(arm.share)
+        model = bench.network(Role("base", arm.share))
+        l2: Any = "marglik" if bench.protocol.tunes_in_training else _best_of_grid(bench, model, arm, cal)
+        return RefinedSplitConformalRegressor(
+            model, arm.curvature, arm.score, bench.protocol.residuals, l2, memory=bench.memory
+        ).conformalize(*cal)
+
+    fitted: RefinedSplitConformalRegressor = bench.shared(("split + refine", arm.curvature, arm.share), fit)
+    return fitted.with_score(arm.score)
 
 
 def _best_of_grid(bench: Bench, model: nn.Module, arm: Arm, cal: tuple[Any, Any]) -> float:
@@ -211,15 +229,19 @@ def _informed(bench: Bench, arm: Arm) -> Predictor:
     fit, cal = bench.parts(arm.share)
     role = Role("fit", arm.share)
     made: Any = predictors.InformedSplitConformalRegressor  # type: ignore[attr-defined]
-    cp: Predictor = made(bench.network(role), l2=bench.l2(role), memory=bench.memory).fit(*fit).conformalize(*cal)
-    return cp
+    cp = made(
+        bench.network(role), arm.curvature, arm.score, bench.protocol.residuals, bench.l2(role), memory=bench.memory
+    )
+    fitted: Predictor = cp.fit(*fit).conformalize(*cal)
+    return fitted
 
 
 def _jackknife(bench: Bench, arm: Arm) -> Predictor:
     role = Role("full")
     made: Any = predictors.JackknifePlusRegressor  # type: ignore[attr-defined]
-    cp: Predictor = made(bench.network(role), l2=bench.l2(role), memory=bench.memory).conformalize(*bench.train)
-    return cp
+    cp = made(bench.network(role), arm.curvature, l2=bench.l2(role), memory=bench.memory)
+    fitted: Predictor = cp.conformalize(*bench.train)
+    return fitted
 
 
 METHODS = {
