@@ -42,30 +42,21 @@ def _narrowest_on_few_rows(rows: Sequence[Values]) -> Iterable[Verdict]:
 
 def _refinement_restores_validity(rows: Sequence[Values]) -> Iterable[Verdict]:
     """Main text: split + refine generally gives the correct coverage where ACP-GN does not."""
-    marks = {
-        (r["table"], r["dataset"], r["level"], r["method"]): r["valid"]
-        for r in rows
-        if r["table"] in ("main", "extra") and not r["curvature"]
-    }
-    missed = [key[:3] for key, valid in marks.items() if key[3] == "ACP-GN" and valid == "no"]
-    missed = [key for key in missed if (*key, "ACP-GN (split + refine)") in marks]
+    marks = [{method: row["valid"] for method, row in own.items()} for own in _side_by_side(rows)]
+    both = [own for own in marks if "ACP-GN" in own and "ACP-GN (split + refine)" in own]
+    missed = [own for own in both if own["ACP-GN"] == "no"]
     if missed:
-        kept = sum(marks[(*key, "ACP-GN (split + refine)")] == "yes" for key in missed)
+        kept = sum(own["ACP-GN (split + refine)"] == "yes" for own in missed)
         claim = "split + refine is valid where ACP-GN is not (most cells, half calibrates)"
         yield Verdict(claim, 2 * kept > len(missed), f"{kept} of {len(missed)}")
 
 
 def _leverage_beats_residual_fit(rows: Sequence[Values]) -> Iterable[Verdict]:
     """Main text: SCP-GN improves over CRF for most data sets and levels."""
-    widths = {
-        (r["table"], r["dataset"], r["level"], r["method"]): _width(r)
-        for r in rows
-        if r["table"] in ("main", "extra") and not r["curvature"]
-    }
-    both = [key[:3] for key in widths if key[3] == "CRF" and (*key[:3], "SCP-GN") in widths]
-    both = [key for key in both if isfinite(widths[(*key, "CRF")]) and isfinite(widths[(*key, "SCP-GN")])]
+    widths = [{method: _width(row) for method, row in own.items()} for own in _side_by_side(rows)]
+    both = [own for own in widths if isfinite(own.get("CRF", inf)) and isfinite(own.get("SCP-GN", inf))]
     if both:
-        narrower = sum(widths[(*key, "SCP-GN")] < widths[(*key, "CRF")] for key in both)
+        narrower = sum(own["SCP-GN"] < own["CRF"] for own in both)
         claim = "SCP-GN is narrower than CRF on most sets and levels (half calibrates)"
         yield Verdict(claim, 2 * narrower > len(both), f"{narrower} of {len(both)}")
 
@@ -87,6 +78,15 @@ _CHECKS: tuple[Callable[[Sequence[Values]], Iterable[Verdict]], ...] = (
     _leverage_beats_residual_fit,
     _ordering_on_synthetic,
 )
+
+
+def _side_by_side(rows: Sequence[Values]) -> list[dict[str, Values]]:
+    """Method -> row, for each data set and level of the tables where half calibrates."""
+    found: dict[tuple[str, str], dict[str, Values]] = {}
+    for row in rows:
+        if row["table"] in ("main", "extra") and not row["curvature"]:
+            found.setdefault((row["dataset"], row["level"]), {})[row["method"]] = row
+    return list(found.values())
 
 
 def _of(rows: Sequence[Values], table: str, dataset: str, level: str) -> list[Values]:
