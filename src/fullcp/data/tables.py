@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import zipfile
 from os import PathLike
 from pathlib import Path
@@ -83,7 +84,7 @@ def _from_pandas(path: Path) -> tuple[Any, list[str]]:
         raise ImportError(f"reading {path.name} needs pandas: pip install pandas, or save the table as .npy") from error
     kind = _READERS[path.suffix]
     try:
-        frame = pd.read_parquet(path) if kind == "read_parquet" else pd.read_csv(path, sep=None, engine="python")
+        frame = pd.read_parquet(path) if kind == "read_parquet" else pd.read_csv(path, sep=_separator(path))
     except ImportError as error:
         raise ImportError(f"reading {path.name} needs pyarrow: pip install pyarrow, or save it as CSV") from error
     except (ValueError, UnicodeDecodeError, pd.errors.ParserError) as error:
@@ -94,6 +95,14 @@ def _from_pandas(path: Path) -> tuple[Any, list[str]]:
     for column in frame.columns:
         _check_numbers(frame[column], path.name)
     return frame.to_numpy(dtype=np.float64, na_value=np.nan), list(frame.columns)
+
+
+def _separator(path: Path) -> str:
+    """What stands most often between the names in the first line; white space where none of the usual does."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        first = file.readline().strip()
+    found = max(",;\t|", key=first.count)
+    return found if found in first else r"\s+"
 
 
 def _check_numbers(column: pd.Series[Any], name: str) -> None:
