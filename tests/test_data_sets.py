@@ -173,11 +173,11 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path, changes, message):
 
 def test_other_mistakes(tmp_path):
     path = write(frame(), tmp_path / "t.csv")
-    with pytest.raises(ValueError, match="target 'cost' is no column of t.csv: it has size, rooms, price"):
+    with pytest.raises(ValueError, match=r"target 'cost' is no column of t\.csv: it has size, rooms, price"):
         load_table(path, target="cost")
-    with pytest.raises(ValueError, match="target 3 is no column of t.csv, which has 3, from 0"):
+    with pytest.raises(ValueError, match=r"target 3 is no column of t\.csv, which has 3, from 0"):
         load_table(path, target=3)
-    with pytest.raises(TypeError, match="target must be a column's name or number, got 1.5"):
+    with pytest.raises(TypeError, match=r"target must be a column's name or number, got 1\.5"):
         load_table(path, target=1.5)
     with pytest.raises(ValueError, match=r"t.csv has 9 row\(s\), at least 10 are needed"):
         load_table(write(frame()[:9], path))

@@ -90,7 +90,7 @@ def test_interrupted_runs_give_the_same_rows(small_yacht, monkeypatch):
     assert known(found) == known(expected)
     assert len(lines.read_text()) > 0
     done = [(r["fold"], r["method"], r["level"]) for r in uci_evaluation.line_file(broken / "run", "yacht").read()]
-    assert len(done) == len(set(done)) == 3 * 6 * len([a for a in TABLES["main"].available()])
+    assert len(done) == len(set(done)) == 3 * 6 * len(TABLES["main"].available())
 
 
 def test_rows_say_where_they_come_from(small_yacht):
