@@ -114,6 +114,11 @@ def test_rows_say_where_they_come_from(small_yacht):
     assert int(tuned["networks"]) == 6 * len(tuned["roles"].split())
 
 
+def test_nothing_is_written_of_nothing(small_yacht):
+    assert ask(small_yacht, stage="write") == ["main: nothing is evaluated of yacht yet"]
+    assert not (small_yacht / "results").exists()
+
+
 def test_other_data_sets_stay_in_a_table(small_yacht):
     path = small_yacht / "results" / "main.csv"
     ask(small_yacht, methods=("LA",))

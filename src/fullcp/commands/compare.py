@@ -27,10 +27,12 @@ def compare(
     results: Annotated[Path, typer.Option(help="Folder that `fullcp reproduce` wrote tables to.")] = Path("results"),
     table: Annotated[list[str] | None, typer.Option(help="Tables; all that are there unless given.")] = None,
     datasets: Annotated[list[str] | None, typer.Option(help="Data sets; all unless given.")] = None,
+    scaling: Annotated[str, typer.Option(help="Of the tables: training, or authors.")] = "training",
     summary: Annotated[bool, typer.Option(help="Leave the tables out, print what agrees and what does not.")] = False,
 ) -> None:
     """Print each table with our figures, the paper's, and their difference in standard errors."""
     from fullcp.experiments import claims, comparison
+    from fullcp.experiments.authors_scaling import SCALINGS
     from fullcp.experiments.reproduction import SYNTHETIC
     from fullcp.experiments.tables import TABLES
     from fullcp.inputs import check_choice
@@ -38,7 +40,8 @@ def compare(
     try:
         for name in table or ():
             check_choice("table", name, (*TABLES, SYNTHETIC))
-        rows = comparison.read_results(results, table or (*TABLES, SYNTHETIC))
+        check_choice("scaling", scaling, SCALINGS)
+        rows = comparison.read_results(results, table or (*TABLES, SYNTHETIC), scaling)
     except (ValueError, OSError) as error:
         notes.print(f"fullcp: {error}", style="red", markup=False)
         sys.exit(1)

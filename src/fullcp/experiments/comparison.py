@@ -11,7 +11,7 @@ from importlib.resources import files
 from math import isfinite, nan
 from pathlib import Path
 
-from fullcp.experiments.results import read_rows
+from fullcp.experiments.results import read_rows, table_path
 from fullcp.experiments.summary import Values
 
 MEASURES = ("width", "coverage")
@@ -129,9 +129,9 @@ def compare(rows: Iterable[Values]) -> list[Cell]:
     return [Cell(row, paper.get(_key(row))) for row in rows]
 
 
-def read_results(folder: Path, tables: Sequence[str]) -> list[dict[str, str]]:
+def read_results(folder: Path, tables: Sequence[str], scaling: str = "training") -> list[dict[str, str]]:
     """All rows of these tables."""
-    return [row for table in tables for row in read_rows(folder / f"{table}.csv")]
+    return [row for table in tables for row in read_rows(table_path(folder, table, scaling))]
 
 
 def explain(cell: Cell, measure: str, known: Sequence[Explanation]) -> str:

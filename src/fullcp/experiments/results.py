@@ -61,7 +61,7 @@ class Results:
 
     def path(self, table: str) -> Path:
         """The file of a table."""
-        return self.folder / (f"{table}.csv" if self.scaling == "training" else f"{table}_{self.scaling}.csv")
+        return table_path(self.folder, table, self.scaling)
 
     def write(self, table: str, protocol: Protocol, shape: tuple[int, ...], arms: Sequence[Arm]) -> None:
         """The rows of a data set, inputs of this shape, in a table of UCI sets."""
@@ -101,7 +101,8 @@ class Results:
             }
             for (stage, networks, seconds, device, commit), roles in entries.items()
         ]
-        self._replace(self.folder / "training.csv", TRAINING_COLUMNS, dataset, rows)
+        if rows:
+            self._replace(self.folder / "training.csv", TRAINING_COLUMNS, dataset, rows)
 
     def _write(self, table: str, dataset: str, rows: list[Row]) -> None:
         if not rows:
@@ -118,6 +119,11 @@ class Results:
         order = list(dict.fromkeys(name for spec in SPECS.values() for name in spec.datasets))
         place = {name: i for i, name in enumerate(order)}
         write_csv(path, sorted([*kept, *rows], key=lambda row: place.get(str(row["dataset"]), -1)))
+
+
+def table_path(folder: Path, table: str, scaling: str = "training") -> Path:
+    """Where a table is."""
+    return folder / (f"{table}.csv" if scaling == "training" else f"{table}_{scaling}.csv")
 
 
 def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
