@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from fullcp.commands import app
 from fullcp.data import DATASETS, Standardizer, Table
-from fullcp.experiments import reproduction, synthetic, uci_evaluation
+from fullcp.experiments import introduction, reproduction, synthetic, uci_evaluation
 from fullcp.experiments.authors_scaling import scaled_fold
 from fullcp.experiments.lines import LineFile
 from fullcp.experiments.protocol import folds_of, protocol_of
@@ -274,3 +277,23 @@ def test_compare_without_results(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert "results has no such tables: run `fullcp reproduce` first" in done.stderr
+
+
+def test_the_figure_of_calibration_shares(small_yacht, monkeypatch):
+    monkeypatch.setitem(SPECS, "calibration_share", replace(SPECS["calibration_share"], datasets=("yacht",)))
+    ask(small_yacht, tables=("calibration_share",), seeds=2)
+    rows = read_rows(small_yacht / "results" / "calibration_share.csv")
+    refined = [r for r in rows if r["method"] == "ACP-GN (split + refine)" and r["level"] == "90"]
+    assert [(r["calibration"], r["rows"]) for r in refined] == [
+        (str(s), str(round(0.4 * s))) for s in (10, 25, 50, 75, 90)
+    ]
+    monkeypatch.setattr(introduction, "run", partial(introduction.run, epochs=30))
+    command = ["figures", "--results", str(small_yacht / "results"), "--output", str(small_yacht / "pictures")]
+    done = CliRunner().invoke(app, [*command, "--dataset", "yacht"])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (small_yacht / "pictures").iterdir()) == [
+        "adaptivity.png",
+        "calibration_share.png",
+    ]
+    done = CliRunner().invoke(app, [*command, "--dataset", "protein"])
+    assert done.exit_code == 1
