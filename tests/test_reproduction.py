@@ -258,6 +258,7 @@ def test_standardised_by_the_training_part_alone():
 def test_two_real_data_sets_by_the_command(tmp_path):
     command = [sys.executable, "-m", "fullcp", "reproduce", "--table", "main", "--datasets", "yacht", "energy"]
     options = ["--seeds", "1", "--epochs", "120", "--device", "cpu"]
+    options += ["--methods", "LA", "SCP", "SCP-GN", "ACP-GN", "ACP-GN (split + refine)"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "results" / "main.csv")

@@ -28,8 +28,9 @@ class Mean:
 
         Examples
         --------
-        >>> Mean.of([1.0, 3.0, 4.0, 6.0], [0, 0, 1, 1])
-        Mean(value=3.5, error=1.5, repeats=2)
+        >>> mean = Mean.of([1.0, 3.0, 4.0, 6.0], [0, 0, 1, 1])
+        >>> mean.value, round(mean.error, 9), mean.repeats
+        (3.5, 1.5, 2)
         """
         groups: dict[int, list[float]] = defaultdict(list)
         for value, repeat in zip(values, repeats, strict=True):
