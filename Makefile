@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-slow test-gpu lint format clean
+.PHONY: help demo test test-slow test-gpu bench lint format clean
 
 help:
 	@echo "make demo       train, conformalize, print the table and draw the picture (under a minute)"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"
+	@echo "make bench      what intervals cost, beside the dense way; prints and stores a table (some minutes)"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite the layout"
 
@@ -30,6 +31,10 @@ test-slow: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/scaling_plot.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

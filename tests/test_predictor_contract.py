@@ -343,4 +343,6 @@ def test_cuda_tensors_stay_there_and_agree(name):
         assert float(steps.max()) < 1.001
         assert float((steps > 1e-8).double().mean()) < 0.02
     else:
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+        # Conjugate gradients, which refine approximate curvature, stop at a gradient of a millionth.
+        close = 1e-5 if name.startswith("refined") and name != "refined split" else 1e-8
+        torch.testing.assert_close(found, expected, rtol=close, atol=close)

@@ -28,7 +28,7 @@ from fullcp.regions import (
 Ranks = list[tuple[int, int]]
 
 # Test points at a time: of like leverage, so that one window serves them, and enough for products at full speed.
-_GROUP = 128
+_GROUP = {"cpu": 128, "cuda": 512}
 _FEWEST_ROWS = 256  # below, bounds take longer than the products they spare
 _LARGEST_SHARE = 0.5  # of the rows: above, all of them in their order are had faster than those that remain
 _IN_FLIGHT = 6  # arrays of test x train numbers at a time
@@ -126,14 +126,14 @@ class Engine:
     def _hulls(self, o: int, query: Query, ranks: Ranks) -> tuple[Tensor, dict[int, list[list[Interval]]]]:
         """Ends of output o's intervals (m, 2, L), and of the points whose sets may be unions the sets, L of them."""
         h = query.leverage[:, 0, 0]
-        ends, unions = h.new_empty(len(h), 2, len(ranks)), {}
+        ends, rays = h.new_empty(len(h), 2, len(ranks)), torch.zeros_like(h, dtype=torch.bool)
         for points, window in self._windows(o, h, ranks):
             for some in self._parts(points, len(self.e) if window is None else len(window.rows)):
                 lower, upper = self._changepoints(o, query, some, None if window is None else window.rows)
-                rays = self._with_rays(some, lower, upper)
+                if self.residuals == "absolute":
+                    rays[some] = (lower > upper).any(1)
                 ends[some] = two_sided(lower, upper, *self._places(ranks, window))
-                if len(rays):
-                    unions.update(self._swept(o, query, rays, ranks))
+        unions = self._swept(o, query, rays.nonzero()[:, 0], ranks)
         for i, sets in unions.items():
             ends[i] = ends.new_tensor([[pieces[0][0] for pieces in sets], [pieces[-1][1] for pieces in sets]])
         return ends, unions
@@ -148,21 +148,14 @@ class Engine:
         if o not in self._sorted:
             e = self.e[:, o].abs() if self.residuals == "absolute" else self.e[:, o]
             self._sorted[o] = SortedRows(self.score, e, self.slack[:, o, o])
-        order = h.argsort()
-        leverages = h[order].tolist()
-        for start in range(0, len(h), _GROUP):
-            stop = min(start + _GROUP, len(h))
-            window = self._sorted[o].window(leverages[start], leverages[stop - 1], wanted)
-            yield order[start:stop], None if len(window.rows) > _LARGEST_SHARE * N else window
-
-    def _with_rays(self, points: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
-        """Those of the points to whose sets some row contributes two rays: no order statistic has their ends."""
-        if self.residuals == "signed":
-            return points[:0]
-        return points[(lower > upper).any(1)]
+        order = torch.split(h.argsort(), _GROUP.get(h.device.type, _GROUP["cpu"]))
+        leverages = torch.stack([h[torch.stack([group[0], group[-1]])] for group in order]).tolist()
+        windows = self._sorted[o].windows([(low, high) for low, high in leverages], wanted, self.memory // 8)
+        for group, window in zip(order, windows, strict=True):
+            yield group, None if len(window.rows) > _LARGEST_SHARE * N else window
 
     def _swept(self, o: int, query: Query, points: Tensor, ranks: Ranks) -> dict[int, list[list[Interval]]]:
-        """The exact sets of some points."""
+        """The exact sets of points to which some row contributes two rays: no order statistic has their ends."""
         found = {}
         for some in self._parts(points, len(self.e)):
             changepoints = zip(*self._changepoints(o, query, some), strict=True)
@@ -194,6 +187,8 @@ class Engine:
 
     def _parts(self, points: Tensor, rows: int) -> list[Tensor]:
         """Test points in parts whose arrays of test x train numbers fit the budget."""
+        if len(points) == 0:
+            return []
         return list(torch.split(points, rows_within(self.memory // 4, _IN_FLIGHT * 8 * rows, at_most=4096)))
 
     def _changepoints(self, o: int, query: Query, points: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:

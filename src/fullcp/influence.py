@@ -56,7 +56,7 @@ def signed_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) 
     P, missing = _pivot(score, s, c, h)
     d = P.add_(c)
     r = (e * (1 + h).unsqueeze(1)).div_(d)
-    if missing is None and (d.numel() == 0 or bool(d.amin() > 0)):
+    if missing is None and not _some(d <= 0):
         return r, r
     whole = (d <= 0) if missing is None else (d <= 0) | missing
     return _with_whole_lines(r, r, whole)
@@ -93,10 +93,10 @@ def _pivot(score: str, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor 
     if score == "standard":
         return torch.ones_like(c), None
     P = (s * (1 + h).unsqueeze(1)).addcmul_(c, c)  # (1 + h) (1 - hbar_i)
-    missing = P <= 0 if bool((s <= 0).any()) else None
+    missing = P <= 0 if _some(s <= 0) else None
     if score == "studentized":
         P = (P if missing is None else P.clamp_(min=0)).sqrt_()
-    return P, missing if missing is not None and bool(missing.any()) else None
+    return P, missing if missing is not None and _some(missing) else None
 
 
 def changepoint_bounds(
@@ -136,8 +136,13 @@ def changepoint_bounds(
     return low.masked_fill_(least <= 0, -INF), high.masked_fill_(least <= 0, INF)
 
 
+def _some(mask: Tensor) -> bool:
+    """Whether to look after entries of a mask; on a GPU, asking it takes longer than looking after none."""
+    return mask.device.type == "cuda" or bool(mask.any())
+
+
 def _with_whole_lines(lower: Tensor, upper: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-    if not bool(whole.any()):
+    if not _some(whole):
         return lower, upper
     return lower.masked_fill(whole, -INF), upper.masked_fill(whole, INF)
 

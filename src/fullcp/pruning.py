@@ -8,6 +8,7 @@ that blocks of them have narrow bounds: blocks are looked at first, rows of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 
 from fullcp.influence import changepoint_bounds
+from fullcp.memory import rows_within
 
-_BLOCK = 64  # rows in a block
+_BLOCK = 64  # rows in a block, at the least: the more rows, the larger, so that there are some sqrt(N) blocks
 _STRATA = (0.5, 0.8, 0.95, 0.99)  # rows of like leverages are together: one large leverage widens a block's bounds
+
+_ARRAYS = 20  # of test groups x rows at a time
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,12 @@ class SortedRows:
         self.score, self.device = score, e.device
         residuals, slack = e.cpu().numpy(), s.cpu().numpy()
         N = len(residuals)
+        self.block = max(_BLOCK, 2 ** round(np.log2(np.sqrt(N) / 4)))
         by_leverage = np.argsort(-slack, kind="stable")
         edges = [0, *sorted({int(share * N) for share in _STRATA} - {0, N}), N]
         strata = [by_leverage[a:b] for a, b in pairwise(edges)]
         order = np.concatenate([rows[np.argsort(residuals[rows], kind="stable")] for rows in strata])
-        starts = np.concatenate([np.arange(a, b, _BLOCK) for a, b in pairwise(edges)])
+        starts = np.concatenate([np.arange(a, b, self.block) for a, b in pairwise(edges)])
         ends = np.append(starts[1:], N)
         at = np.append(starts, N)[:-1]
 
@@ -74,6 +79,26 @@ class SortedRows:
         self.block_e = there(residuals[order][starts]), there(residuals[order][ends - 1])
         self.block_s = there(np.minimum.reduceat(slack[order], at)), there(np.maximum.reduceat(slack[order], at))
 
+    def windows(self, leverages: list[tuple[float, float]], ranks: list[int], memory: int) -> Iterator[Window]:
+        """The window of each group of test points, given the least and the largest leverage of each."""
+        if self.device.type == "cuda":
+            yield from self.windows_at_once(leverages, ranks, memory)
+        else:
+            yield from (self.window(low, high, ranks) for low, high in leverages)
+
+    def windows_at_once(self, leverages: list[tuple[float, float]], ranks: list[int], memory: int) -> Iterator[Window]:
+        """The same from all rows for many groups together: on a GPU, a round trip takes longer than that."""
+        size = rows_within(memory, _ARRAYS * 8 * len(self.e), at_most=len(leverages))
+        wanted = torch.tensor(ranks, device=self.device)
+        for start in range(0, len(leverages), size):
+            h = torch.tensor(leverages[start : start + size], dtype=self.e.dtype, device=self.device)
+            bounds = changepoint_bounds(self.score, (self.e, self.e), (self.s, self.s), (h[:, :1], h[:, 1:]))
+            inside, below = _those_within_each(*bounds, wanted)
+            found = torch.cat([inside.sum(1, keepdim=True), below], dim=1).tolist()
+            rows = self.order[inside.nonzero()[:, 1]]
+            for part, (_, *gone) in zip(torch.split(rows, [count for count, *_ in found]), found, strict=True):
+                yield Window(part, gone)
+
     def window(self, low: float, high: float, ranks: list[int]) -> Window:
         """The rows that can have one of the ranks (1 to N) at a test point of leverage in [low, high]."""
         h = self.e.new_tensor(low), self.e.new_tensor(high)
@@ -83,9 +108,9 @@ class SortedRows:
         inside, gone = _those_within(*bounds, self.counts, wanted)
         below += gone
         starts, counts = self.starts[inside], self.counts[inside]
-        at = (starts.unsqueeze(1) + torch.arange(_BLOCK, device=self.device)).flatten()
-        if bool((counts < _BLOCK).any()):
-            at = at[(torch.arange(_BLOCK, device=self.device) < counts.unsqueeze(1)).flatten()]
+        at = (starts.unsqueeze(1) + torch.arange(self.block, device=self.device)).flatten()
+        if bool((counts < self.block).any()):
+            at = at[(torch.arange(self.block, device=self.device) < counts.unsqueeze(1)).flatten()]
         e, s = self.e[at], self.s[at]
         inside, gone = _those_within(*changepoint_bounds(self.score, (e, e), (s, s), h), None, wanted - below)
         below += gone
@@ -108,6 +133,16 @@ def _those_within(low: Tensor, high: Tensor, counts: Tensor | None, ranks: Tenso
     left_out = beneath & ~inside.unsqueeze(1)
     gone = left_out.sum(0) if counts is None else (left_out * counts.unsqueeze(1)).sum(0)
     return inside, gone
+
+
+def _those_within_each(low: Tensor, high: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for several groups, whose bounds (g, n) are of one row an entry: (g, n) and (g, K)."""
+    v, w = (bounds.sort(1).values[:, ranks - 1].unsqueeze(1) for bounds in (low, high))  # (g, 1, K)
+    inside = torch.zeros_like(low, dtype=torch.bool)
+    for k in range(len(ranks)):
+        inside |= (high >= v[..., k]) & (low <= w[..., k])
+    gone = [((high < v[..., k]) & ~inside).sum(1) for k in range(len(ranks))]
+    return inside, torch.stack(gone, dim=1)
 
 
 def _kth(values: Tensor, counts: Tensor | None, ranks: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fullcp.features import FeatureRows, RowIndex
 
 EVERY = slice(None)
+_STEP = 2**24  # bytes of rows to multiply with at a time
 
 
 class Cross(Protocol):
@@ -44,12 +46,22 @@ class Query:
 
 def cross_from(features: FeatureRows, solved: Tensor) -> Cross:
     """Cross leverages phi_i (H^-1 phi^T) with H^-1 phi^T at hand, (m, O, D) in any layout."""
-    O = solved.shape[1]
+    O, D = solved.shape[1:]
+    size = max(1, _STEP // (8 * D)) if solved.device.type == "cpu" else 2**20
+    room = solved.new_empty(0, D)  # for rows in float64: fresh memory would take longer than the products
 
     def cross(rows: RowIndex, points: RowIndex = EVERY) -> Tensor:
-        P = features.block(rows).flatten(0, 1).double()  # (n O, D)
+        nonlocal room
+        P = features.block(rows).flatten(0, 1)  # (n O, D)
         some = solved[points].flatten(0, 1)  # (m' O, D)
-        return (some @ P.T).view(-1, O, len(P) // O, O).permute(0, 2, 3, 1)
+        found = some.new_empty(len(some), len(P))
+        if len(room) < min(size, len(P)):
+            room = solved.new_empty(min(size, len(P)), D)
+        for start in range(0, len(P), size):
+            part = P[start : start + size]
+            part = part if part.dtype == torch.float64 else room[: len(part)].copy_(part)
+            torch.mm(some, part.T, out=found[:, start : start + size])
+        return found.view(-1, O, len(P) // O, O).permute(0, 2, 3, 1)
 
     return cross
 

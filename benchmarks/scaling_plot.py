@@ -1,0 +1,36 @@
+"""The scaling part of results/benchmark_prediction_cpu.json as a picture, docs/images/scaling.png.
+
+python benchmarks/scaling_plot.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from measure import RESULTS, ROOT
+
+LABELS = {
+    "N": "training rows N (D = 501)",
+    "D": "parameters D (N = 40,000)",
+    "points": "test points (N = 40,000, D = 501)",
+}
+
+
+def main():
+    found = json.loads((RESULTS / "benchmark_prediction_cpu.json").read_text())["scaling"]
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True, layout="constrained")
+    for axis, (name, label) in zip(axes, LABELS.items(), strict=True):
+        rows = found[name]
+        axis.plot([row[name] for row in rows], [row["ms_per_point"] for row in rows], "o-", color="#1f5a96")
+        axis.set(xscale="log", yscale="log", xlabel=label)
+        axis.grid(alpha=0.3, which="both", linewidth=0.5)
+    axes[0].set_ylabel("ms a test point, three levels")
+    figure.savefig(ROOT / "docs" / "images" / "scaling.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()
