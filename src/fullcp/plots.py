@@ -123,3 +123,38 @@ def width_against_share(rows: Any, *, level: float) -> Any:
     panels[0].set_ylabel(f"mean width at {level:.0%}")
     panels[0].legend(fontsize=7, frameon=False)
     return figure
+
+
+def curve_over_shares(axes: Axes, shares: Any, values: Any, errors: Any, *, color: str, label: str | None) -> None:
+    """Means with error bars against calibration shares in per cent; the single share 0 is a line across."""
+    if list(shares) == [0]:
+        axes.axhline(values[0], color=color, linewidth=1.4, linestyle="--", label=label)
+    else:
+        bars = np.nan_to_num(np.asarray(errors, dtype=float))
+        axes.errorbar(shares, values, yerr=bars, color=color, marker="o", markersize=3.5, capsize=2, label=label)
+
+
+def shares_figure(curves: Any, dataset: str) -> Any:
+    """Widths (left) and coverage (right) of `experiments.shares.Curve`s, a row a level; returns a matplotlib figure."""
+    from matplotlib.figure import Figure
+
+    levels = list(dict.fromkeys(curve.level for curve in curves))
+    methods = list(dict.fromkeys(curve.method for curve in curves))
+    colors = dict(zip(methods, (BLUE, ORANGE, GREEN, PINK, GREY), strict=False))
+    figure = Figure(figsize=(9, 2.5 * len(levels) + 0.5), layout="constrained")
+    grid = figure.subplots(len(levels), 2, sharex=True, squeeze=False)
+    for (left, right), level in zip(grid, levels, strict=True):
+        for curve in (curve for curve in curves if curve.level == level):
+            look = {"color": colors[curve.method], "label": curve.method}
+            curve_over_shares(left, curve.shares, curve.sizes, curve.size_errors, **look)
+            curve_over_shares(right, curve.shares, curve.coverage, curve.coverage_errors, **look)
+        right.axhline(100 * level, color=GREY, linewidth=0.8, linestyle=":")
+        left.set_ylabel(f"width at {level:.0%}")
+        right.set_ylabel("coverage (%)")
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+    grid[0, 0].set_title(f"{dataset}: what calibration rows cost", loc="left", fontsize=10)
+    grid[0, 0].legend(fontsize=8, frameon=False)
+    for axes in grid[-1]:
+        axes.set_xlabel("share of the training part that calibrates (%)")
+    return figure

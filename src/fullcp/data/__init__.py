@@ -1,8 +1,25 @@
 """Data sets, how they are scaled and split."""
 
 from fullcp.data.diabetes import load_diabetes
+from fullcp.data.download import DataUnavailableError
 from fullcp.data.scaling import Standardizer
-from fullcp.data.splits import halves, random_splits
+from fullcp.data.splits import cross_validation, halves, random_splits
+from fullcp.data.table import Table
+from fullcp.data.tables import load_table
 from fullcp.data.toy import one_dimensional
+from fullcp.data.uci import DATASETS, DataSet, load_dataset
 
-__all__ = ["Standardizer", "halves", "load_diabetes", "one_dimensional", "random_splits"]
+__all__ = [
+    "DATASETS",
+    "DataSet",
+    "DataUnavailableError",
+    "Standardizer",
+    "Table",
+    "cross_validation",
+    "halves",
+    "load_dataset",
+    "load_diabetes",
+    "load_table",
+    "one_dimensional",
+    "random_splits",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from fractions import Fraction
 from typing import Any
 
@@ -176,6 +177,31 @@ class FullConformalRegressor(Predictor):
         slack = self._engine.slack
         V = torch.eye(slack.shape[1], dtype=slack.dtype, device=slack.device) - slack
         return (V[:, 0, 0] if V.shape[1] == 1 else V).cpu().numpy()
+
+    def with_score(self, score: str | None = None, residuals: str | None = None) -> Self:
+        """The same fit with another score or other residuals: curvature and leverages are shared, not computed again.
+
+        Parameters
+        ----------
+        score, residuals : as of the constructor; None keeps what there is
+
+        Returns
+        -------
+        A predictor of its own; this one stays as it is.
+        """
+        self._check_fitted()
+        twin = copy(self)
+        twin.score = self.score if score is None else score
+        twin.residuals = self.residuals if residuals is None else residuals
+        twin._check_choices()
+        structure = self.curvature_choice_.partition(":")[0]
+        chosen_score = self.score_ if score is None else twin._resolve_score(structure)
+        chosen = self.residuals_ if residuals is None else twin._resolve_residuals(self.n_rows_, self.network_.outputs)
+        e, slack = self._engine.e, self._engine.slack
+        self._warn_of_missing_scores(slack, chosen_score, structure)
+        twin._assemble(self.curvature_, self._features, e, slack, self._step, chosen, chosen_score)
+        twin._settings = {**self._settings, "score": twin.score, "residuals": twin.residuals}
+        return twin
 
     def score_lines(self, X: object) -> tuple[Any, Any, Any]:
         """The scores as functions of the candidate label, for one output.

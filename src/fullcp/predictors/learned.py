@@ -71,13 +71,17 @@ class LearnedNetwork:
         name : of the argument that the pattern came in, for messages.
         outputs : how many the network must have.
         traits : where the library's own network is to live.
+        recipe : as for `train`; with ``epochs=0`` the pattern is taken as it is, trained already.
         """
         check_positive_int("seed", seed, least=0)
+        check_positive_int("epochs", recipe["epochs"], least=1 if pattern is None else 0)
         made = None if pattern is not None else _plan(name, rows.x, outputs, traits.dtype)
         with torch.inference_mode(False), torch.enable_grad():  # what is made in inference mode cannot be trained
             model = _copied(name, pattern, traits) if made is None else _make(made, traits.device, seed)
             x = normal(rows.tensor())
             _check_outputs(name, Network(model, x).outputs, outputs)
+            if recipe["epochs"] == 0:
+                return cls(Network(model, x), rows.columns, made, Fingerprint(model))
             with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
                 torch.manual_seed(seed)  # for dropout
                 training = train(model, x, normal(targets), seed=seed, **recipe)

@@ -38,7 +38,8 @@ class ConformalizedQuantileRegressor(Predictor):
         The levels to train for. Predictions can be asked for at these, no others.
     l2, epochs, batch_size, learning_rate, seed
         How the network is trained: as in `fullcp.training.train`, l2 against the sum of pinball losses (of standardised
-        targets about a tenth of squared ones, hence the small value). The seed is that of the first weights, too.
+        targets about a tenth of squared ones, hence the small value). The seed is that of the first weights, too. With
+        ``epochs=0`` `model` is taken as it is, trained already.
     memory : str or int
         Working memory, such as "2GB".
 

@@ -42,7 +42,7 @@ class ResidualConformalRegressor(SplitConformalRegressor):
     residuals : "absolute" or "signed"
     l2, epochs, batch_size, learning_rate, seed
         How g is trained: as in `fullcp.training.train`, with a smaller learning rate, for log residuals are noisy. The
-        seed is that of the first weights, too.
+        seed is that of the first weights, too. With ``epochs=0`` `residual_model` is taken as it is, trained already.
     memory : str or int
         Working memory, such as "2GB".
 
@@ -166,11 +166,7 @@ class ResidualConformalRegressor(SplitConformalRegressor):
         """log |y - f|, (N, O); see the notes of the class on zeros."""
         y = self._check_targets(network, rows)
         f = predict_rows(network, rows.x, self._budget() // 8)
-        largest = torch.maximum(y.abs(), f.abs()).amax(0)
-        floor = (torch.finfo(model_traits(self.model, trainable=False).dtype).eps * largest).clamp(
-            min=torch.finfo(y.dtype).tiny
-        )
-        return torch.maximum((y - f).abs(), floor).log()
+        return log_residuals(y, f, model_traits(self.model, trainable=False).dtype)
 
     def _evaluate(self, network: Network, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
         f, _ = super()._evaluate(network, x, start)
@@ -204,3 +200,13 @@ class ResidualConformalRegressor(SplitConformalRegressor):
         self._beta = facts["beta"]
         self._take(restored, Fingerprint(self.model), learned)
         return restored
+
+
+def log_residuals(y: Tensor, f: Tensor, dtype: torch.dtype) -> Tensor:
+    """log |y - f| of targets y (N, O) and predictions f (N, O) that a network of this dtype made, (N, O).
+
+    Residuals below the rounding error of the largest prediction or target are taken to be of that size.
+    """
+    largest = torch.maximum(y.abs(), f.abs()).amax(0)
+    floor = (torch.finfo(dtype).eps * largest).clamp(min=torch.finfo(y.dtype).tiny)
+    return torch.maximum((y - f).abs(), floor).log()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -54,9 +55,15 @@ class PinballLoss:
 
     def gradient(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Losses (...,) and their gradients in f (..., K)."""
-        tau = torch.tensor(self.quantiles, dtype=f.dtype, device=f.device)
+        tau = _on_device(tuple(self.quantiles), f.dtype, f.device)
         g = torch.where(y > f, -tau, 1 - tau) / len(self.quantiles)
         return ((f - y) * g).sum(-1), g
+
+
+@lru_cache(maxsize=64)
+def _on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor, made once: a CUDA graph cannot record a copy from the host."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 class _UserLoss:

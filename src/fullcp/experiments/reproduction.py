@@ -1,0 +1,141 @@
+"""One request for tables: train, evaluate, write; each stage takes up what is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fullcp.data import DATASETS, DataUnavailableError, Table, load_dataset
+from fullcp.experiments import synthetic
+from fullcp.experiments.authors_scaling import SCALINGS
+from fullcp.experiments.protocol import protocol_of
+from fullcp.experiments.results import Results
+from fullcp.experiments.store import RunFolder
+from fullcp.experiments.tables import SPECS, TableSpec
+from fullcp.experiments.uci_evaluation import Evaluator
+from fullcp.experiments.uci_methods import METHODS, Arm
+from fullcp.experiments.uci_training import Say, Trainer
+from fullcp.inputs import check_choice
+from fullcp.memory import parse_memory
+
+STAGES = ("train", "evaluate", "write", "all")
+SYNTHETIC = synthetic.TABLE
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `fullcp reproduce` was asked for; None is all there is, or the paper's number."""
+
+    tables: tuple[str, ...]
+    datasets: tuple[str, ...] | None
+    methods: tuple[str, ...] | None
+    seeds: int | None
+    epochs: int | None
+    device: str
+    stage: str
+    run_dir: Path
+    output: Path
+    memory: str
+    scaling: str = "training"
+
+    def specs(self) -> list[TableSpec]:
+        """The tables asked for."""
+        return [SPECS[name] for name in self.tables if name in SPECS]
+
+    def check(self) -> None:
+        """Refuse what there is not, before anything runs."""
+        for name in self.tables:
+            check_choice("table", name, (*SPECS, SYNTHETIC))
+        for name in self.datasets or ():
+            check_choice("datasets", name, tuple(DATASETS))
+            if not any(name in spec.datasets for spec in self.specs()):
+                raise ValueError(f"datasets: {name} is in no table of {', '.join(self.tables)}")
+        for name in self.methods or ():
+            check_choice("methods", name, tuple(dict.fromkeys([*METHODS, *synthetic.METHODS])))
+        check_choice("stage", self.stage, STAGES)
+        check_choice("scaling", self.scaling, SCALINGS)
+        parse_memory(self.memory)
+
+    def arms(self, dataset: str) -> list[Arm]:
+        """What to evaluate on a data set, each once."""
+        found = [arm for spec in self.specs() if dataset in spec.datasets for arm in spec.chosen(self.methods)]
+        return list(dict.fromkeys(found))
+
+    def names(self) -> list[str]:
+        """The data sets, in the order of the tables."""
+        named = dict.fromkeys(name for spec in self.specs() for name in spec.datasets)
+        return [name for name in named if self.datasets is None or name in self.datasets]
+
+
+def run(request: Request, say: Say) -> None:
+    """Do what was asked; a data set that is not to be had is reported and left out."""
+    request.check()
+    device = read_device(request.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1) if _is_small(request) else None
+    for name in request.names():
+        try:
+            table = load_dataset(name)
+        except DataUnavailableError as error:
+            if request.datasets is not None and name in request.datasets:
+                raise
+            say(f"{name} is left out: {error}")
+            continue
+        _run_dataset(request, table, device, say)
+    if SYNTHETIC in request.tables:
+        _run_synthetic(request, device, say)
+
+
+def _run_dataset(request: Request, table: Table, device: torch.device, say: Say) -> None:
+    protocol = protocol_of(table.name, repeats=request.seeds, epochs=request.epochs)
+    arms = request.arms(table.name)
+    if request.stage in ("train", "all"):
+        roles = list(dict.fromkeys(role for arm in arms for role in arm.roles()))
+        Trainer(table, protocol, request.run_dir, device, say).run(roles)
+    if request.stage in ("evaluate", "all"):
+        evaluator = Evaluator(table, protocol, request.run_dir, device, request.memory, say, scaling=request.scaling)
+        evaluator.run(arms)
+    if request.stage in ("write", "all"):
+        results = _results(request, say)
+        for spec in request.specs():
+            if table.name in spec.datasets:
+                results.write(spec.name, protocol, table.X.shape, spec.chosen(request.methods))
+        results.write_training(RunFolder(request.run_dir, table.name, protocol.training_facts()))
+
+
+def _results(request: Request, say: Say) -> Results:
+    return Results(request.output, request.run_dir, say, scaling=request.scaling)
+
+
+def _run_synthetic(request: Request, device: torch.device, say: Say) -> None:
+    repeats, epochs = request.seeds or synthetic.REPEATS, request.epochs or synthetic.EPOCHS
+    task = synthetic.Synthetic(request.run_dir, device, say, repeats=repeats, epochs=epochs)
+    if request.stage in ("train", "all"):
+        task.train()
+    methods = [m for m in synthetic.METHODS if request.methods is None or m in request.methods]
+    if request.stage in ("evaluate", "all"):
+        task.evaluate(methods, request.memory)
+    if request.stage in ("write", "all"):
+        results = _results(request, say)
+        results.write_synthetic(repeats, epochs, methods)
+        results.write_training(task.store)
+
+
+def read_device(word: str) -> torch.device:
+    """The device that a word names."""
+    if word == "auto":
+        word = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(word)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {word!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' is asked for, and there is none here")
+    return device
+
+
+def _is_small(request: Request) -> bool:
+    """Whether threads gain nothing."""
+    return all(DATASETS[name].group != "large" for name in request.names())

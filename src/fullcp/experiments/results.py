@@ -1,0 +1,159 @@
+"""The tables as files: results/<table>.csv with where each row comes from, results/training.csv with what it cost."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fullcp.experiments import synthetic
+from fullcp.experiments.protocol import Protocol, protocol_of
+from fullcp.experiments.store import RunFolder
+from fullcp.experiments.summary import Values, summarise
+from fullcp.experiments.tables import SPECS
+from fullcp.experiments.uci_evaluation import line_file
+from fullcp.experiments.uci_methods import Arm
+from fullcp.report import write_csv
+
+COLUMNS = (
+    "table",
+    "dataset",
+    "n",
+    "inputs",
+    "method",
+    "curvature",
+    "conformity",
+    "calibration",
+    "level",
+    "size",
+    "size_se",
+    "coverage",
+    "coverage_se",
+    "valid",
+    "infinite",
+    "score",
+    "rows",
+    "repeats",
+    "folds",
+    "seeds",
+    "seconds",
+    "seconds_se",
+    "device",
+    "commit",
+    "command",
+)
+TRAINING_COLUMNS = ("dataset", "stage", "networks", "epochs", "roles", "seconds", "device", "commit")
+Row = dict[str, Any]
+Say = Callable[[str], None]
+
+
+class Results:
+    """Tables in a folder; what is written of a data set takes the place of what was there of it.
+
+    Parameters
+    ----------
+    scaling : other than "training" makes tables of their own, `results/<table>_<scaling>.csv`.
+    """
+
+    def __init__(self, folder: Path, run_dir: Path, say: Say, *, scaling: str = "training"):
+        self.folder, self.run_dir, self.say, self.scaling = folder, run_dir, say, scaling
+
+    def path(self, table: str) -> Path:
+        """The file of a table."""
+        return table_path(self.folder, table, self.scaling)
+
+    def write(self, table: str, protocol: Protocol, shape: tuple[int, ...], arms: Sequence[Arm]) -> None:
+        """The rows of a data set, inputs of this shape, in a table of UCI sets."""
+        lines = line_file(self.run_dir, protocol.dataset, self.scaling).read()
+        lines = [line for line in lines if int(line["repeat"]) < protocol.repeats]
+        of = {"table": table, "dataset": protocol.dataset, "n": shape[0], "inputs": shape[1]}
+        options = "" if protocol.epochs == protocol_of(protocol.dataset).epochs else f" --epochs {protocol.epochs}"
+        options += "" if self.scaling == "training" else f" --scaling {self.scaling}"
+        self._write(table, protocol.dataset, _rows(of, lines, [(arm.name, arm) for arm in arms], options))
+
+    def write_synthetic(self, repeats: int, epochs: int, methods: Sequence[str]) -> None:
+        """The comparison with full conformal prediction."""
+        lines = [line for line in line_file(self.run_dir, synthetic.NAME).read() if int(line["repeat"]) < repeats]
+        arms = [(synthetic.arm_name(m), Arm(m, score="standard", share=50 if m == "SCP" else 0)) for m in methods]
+        of = {"table": synthetic.TABLE, "dataset": "", "n": "", "inputs": ""}
+        options = "" if epochs == synthetic.EPOCHS else f" --epochs {epochs}"
+        self._write(synthetic.TABLE, "", _rows(of, lines, arms, options))
+
+    def write_training(self, store: RunFolder) -> None:
+        """What the networks of a data set cost; an ensemble of several roles once."""
+        entries: dict[tuple[Any, ...], list[str]] = {}
+        for role in store.roles():
+            for entry in store.cached(role).history:
+                key = tuple(entry[name] for name in ("stage", "networks", "seconds", "device", "commit"))
+                entries.setdefault(key, []).append(role)
+        dataset = store.facts["dataset"]
+        rows = [
+            {
+                "dataset": dataset,
+                "stage": stage,
+                "networks": networks,
+                "epochs": store.facts["grid_epochs" if stage == "grid" else "epochs"],
+                "roles": " ".join(roles),
+                "seconds": seconds,
+                "device": device,
+                "commit": commit,
+            }
+            for (stage, networks, seconds, device, commit), roles in entries.items()
+        ]
+        if rows:
+            self._replace(self.folder / "training.csv", TRAINING_COLUMNS, dataset, rows)
+
+    def _write(self, table: str, dataset: str, rows: list[Row]) -> None:
+        if not rows:
+            self.say(f"{table}: nothing is evaluated of {dataset or 'it'} yet")
+            return
+        path = self.path(table)
+        self._replace(path, COLUMNS, dataset, rows)
+        self.say(f"{table}: {len(rows)} rows{' of ' + dataset if dataset else ''} in {path}")
+
+    def _replace(self, path: Path, columns: Sequence[str], dataset: str, rows: list[Row]) -> None:
+        """Put rows in the place of a data set's, in the order of the tables."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kept: list[Row] = [dict(row) for row in read_rows(path, columns) if row["dataset"] != dataset]
+        order = list(dict.fromkeys(name for spec in SPECS.values() for name in spec.datasets))
+        place = {name: i for i, name in enumerate(order)}
+        write_csv(path, sorted([*kept, *rows], key=lambda row: place.get(str(row["dataset"]), -1)))
+
+
+def table_path(folder: Path, table: str, scaling: str = "training") -> Path:
+    """Where a table is."""
+    return folder / (f"{table}.csv" if scaling == "training" else f"{table}_{scaling}.csv")
+
+
+def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
+    """The rows of a file that was written here; none where it is not there."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+        if list(reader.fieldnames or ()) != list(columns):
+            raise ValueError(f"{path} is no table of results: its columns are {', '.join(reader.fieldnames or ())}")
+    return rows
+
+
+def _rows(of: Row, lines: Sequence[Values], arms: Sequence[tuple[str, Arm]], options: str) -> list[Row]:
+    """`options` are those that the command has beyond table, data set and seeds."""
+    found: list[Row] = []
+    words = ["fullcp reproduce --table", of["table"], *(["--datasets", of["dataset"]] if of["dataset"] else [])]
+    command = " ".join(words) + options
+    for name, arm in arms:
+        for summary in summarise([line for line in lines if line["method"] == name]):
+            row = {
+                **of,
+                "method": arm.method,
+                "curvature": "" if arm.curvature == "full" else arm.curvature,
+                "conformity": arm.score,
+                "calibration": arm.share,
+                **summary,
+                "seeds": f"0 to {int(str(summary['repeats'])) - 1}",
+                "command": f"{command} --seeds {summary['repeats']}",
+            }
+            found.append({column: row[column] for column in COLUMNS})
+    return found
