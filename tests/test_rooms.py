@@ -20,7 +20,7 @@ ROOMS = [
     ["influence"],
     ["regions"],
     ["candidates"],
-    ["engine"],
+    ["engine", "joint"],
     ["predictors"],
     ["evaluation"],
     ["data"],
