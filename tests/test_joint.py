@@ -78,19 +78,28 @@ def test_rectangles_hold_the_full_conformal_set(score, curvature):
                 assert inside.sum() <= 1.7 * member.sum()
 
 
+@pytest.mark.parametrize("l2", [(0.5, 0.5), (0.2, 20.0)])
 @pytest.mark.parametrize("score", ["standard", "deleted", "studentized"])
-def test_scores_of_the_rows_by_refits(score):
-    """T_i from two refits: |A_i| and |B_i| are read off the lines that scores are in the label."""
+def test_scores_of_the_rows_by_refits(score, l2):
+    """T_i from two refits: |A_i| and |B_i| are read off the lines that scores are in the label.
+
+    With a penalty of its own, each output has its own leverages.
+    """
     X, y = correlated(25, torch.Generator().manual_seed(5))
     x = 2 * correlated(1, torch.Generator().manual_seed(6))[0]
-    model = linear(X, y)
-    cp = fullcp.FullConformalRegressor(model, curvature="last_layer", score=score, l2=0.5).conformalize(X, y)
+    model = nn.Linear(3, 2).double()
+    with torch.no_grad():
+        for o in range(2):
+            alone = linear(X, y[:, o : o + 1], l2[o])
+            model.weight[o], model.bias[o] = alone.weight[0], alone.bias[0]
+    each = np.concatenate([np.repeat(l2, 3), l2])  # the weight, then the bias
+    cp = fullcp.FullConformalRegressor(model, curvature="full", score=score, l2=each).conformalize(X, y)
     X1 = np.hstack([np.vstack([X, x]), np.ones((26, 1))])
-    penalty = np.full(4, 0.5)
-    gaps = ridge_gaps(X1, penalty)[:, None]
-    u = {"standard": np.ones_like(gaps), "deleted": gaps, "studentized": np.sqrt(gaps)}[score]
     T, b = [], []
     for o, scale in enumerate(SCALES):
+        penalty = np.full(4, l2[o])
+        gaps = ridge_gaps(X1, penalty)[:, None]
+        u = {"standard": np.ones_like(gaps), "deleted": gaps, "studentized": np.sqrt(gaps)}[score]
         Y = np.repeat(np.append(y[:, o], model(x)[0, o].detach())[:, None], 2, 1)
         Y[-1, 1] += 1.0
         base, moved = ((Y - X1 @ ridge(X1, Y, penalty)) / u).T
