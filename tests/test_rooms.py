@@ -24,7 +24,7 @@ ROOMS = [
     ["predictors"],
     ["evaluation"],
     ["data"],
-    ["plots", "report", "sklearn"],
+    ["plots", "report", "sklearn", "vision"],
     ["experiments"],
     ["commands"],
     ["cli"],
