@@ -26,6 +26,7 @@ ROOMS = [
     ["data"],
     ["plots", "report", "sklearn", "vision"],
     ["experiments"],
+    ["box_commands"],
     ["commands"],
     ["cli"],
     ["__main__"],

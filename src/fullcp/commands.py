@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fullcp.box_commands import boxes
 from fullcp.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Full conformal intervals for neural networks.")
 console = Console()
+app.command()(boxes)
 
 
 def _version(wanted: bool) -> None:

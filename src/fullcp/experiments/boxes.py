@@ -100,7 +100,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The rows of one network: what goes into its head, and standardised boxes."""
 
     head: nn.Linear
@@ -150,7 +150,7 @@ def evaluate_seed(
             return kept
     plan, trained = load_trained(folder, seed, device)
     rows: list[BoxRow] = []
-    for table, share, part, network, regions in _regions(data, plan, trained, seed, levels):
+    for table, share, part, network, regions in regions_of(data, plan, trained, seed, levels):
         split = split_of(len(data), seed, share, plan.test_share)
         train = torch.cat([split.fit, split.cal])
         units = data.boxes[train].double().std(0, correction=0)
@@ -199,38 +199,9 @@ def summarise(rows: Sequence[BoxRow]) -> list[dict[str, Any]]:
     return found
 
 
-def show(
-    data: BoxImages,
-    folder: Path,
-    seed: int,
-    *,
-    level: float = 0.9,
-    share: float = 0.25,
-    device: torch.device | str = "cpu",
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """What pictures need of one seed: test rows (m,), predicted boxes (m, 4), regions (m, 2, 4) by method.
-
-    Boxes are shares of the image's sides. Regions are those of Bonferroni, the ellipsoid's the rectangle around it.
-    """
-    plan, trained = load_trained(folder, seed, device)
-    if share not in plan.shares:
-        raise ValueError(f"share must be one of {', '.join(map(str, plan.shares))}, got {share}")
-    found: dict[str, Tensor] = {}
-    boxes = torch.empty(0)
-    for _, part_share, part, network, regions in _regions(data, plan, trained, seed, [level]):
-        if part_share not in (0.0, share):
-            continue
-        center, scale = network.center.cpu().double(), network.scale.cpu().double()
-        boxes = _predictions(part).cpu().double() * scale + center
-        for region, _ in regions:
-            if region.joint != "max":
-                found.setdefault(region.method, region.intervals[:, :, 0].cpu().double() * scale + center)
-    return split_of(len(data), seed, share, plan.test_share).test, boxes, found
-
-
-def _regions(
+def regions_of(
     data: BoxImages, plan: Plan, trained: dict[float, Trained], seed: int, levels: Sequence[float]
-) -> Iterator[tuple[str, float, _Part, Trained, Iterator[tuple[Region, float]]]]:
+) -> Iterator[tuple[str, float, Part, Trained, Iterator[tuple[Region, float]]]]:
     """Every network of a seed with its regions; the methods that keep no row back stand in all tables."""
     for share, network in trained.items():
         split = split_of(len(data), seed, share, plan.test_share)
@@ -242,10 +213,10 @@ def _regions(
             yield ALL, share, part, network, _timed(_full_methods(part, levels))
 
 
-def _part(data: BoxImages, network: Trained, split: Split, seed: int) -> _Part:
+def _part(data: BoxImages, network: Trained, split: Split, seed: int) -> Part:
     y = (data.boxes.to(network.z.device).double() - network.center.double()) / network.scale.double()
     fit, cal, test = ((network.z[rows], y[rows]) for rows in (split.fit, split.cal, split.test))
-    return _Part(network.head(), fit, cal, test, seed)
+    return Part(network.head(), fit, cal, test, seed)
 
 
 def _timed(regions: Iterator[Region]) -> Iterator[tuple[Region, float]]:
@@ -261,7 +232,7 @@ def scalar_tuning(head: nn.Linear, z: Tensor, y: Tensor) -> Tuning:
     return tune(features, y - features.predictions, structure="scalar", curvature="last_layer")
 
 
-def _full_methods(part: _Part, levels: Sequence[float]) -> Iterator[Region]:
+def _full_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     """Methods that keep no row back."""
     tuning = scalar_tuning(part.head, *part.fit)
     rows = len(part.fit[0])
@@ -278,7 +249,7 @@ def _full_methods(part: _Part, levels: Sequence[float]) -> Iterator[Region]:
     yield Region("LA", "ellipsoid", rows, around, la.ellipsoid_volume(z, list(levels)), inside)
 
 
-def _split_methods(part: _Part, levels: Sequence[float]) -> Iterator[Region]:
+def _split_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     """Methods that calibrate on rows the network has not seen."""
     head, inner = part.head, scalar_tuning(part.head, *part.fit)
     settings: dict[str, Any] = {"curvature": "last_layer", "memory": _MEMORY}
@@ -292,12 +263,12 @@ def _split_methods(part: _Part, levels: Sequence[float]) -> Iterator[Region]:
     yield _quantile_regions(part, levels)
     scp_gn = NormalizedSplitConformalRegressor(head, l2=own, **settings).fit(*part.fit).conformalize(*cal)
     yield from _both_ways("SCP-GN", scp_gn, part, levels)
-    # The paper tunes l2 on the rows that calibrate, which costs the guarantee; the rows of the network keep it.
-    for name, l2 in (("ACP-GN (split + refine)", outer), ("split + refine, l2 of the network's rows", own)):
+    # The paper tunes l2 on the rows that calibrate, which costs the guarantee; its network's own keep it.
+    for name, l2 in (("ACP-GN (split + refine)", outer), ("ACP-GN (split + refine, own l2)", own)):
         yield from _full_ways(name, _refined(l2, settings), part, cal, levels)
 
 
-def _both_ways(method: str, cp: Predictor, part: _Part, levels: Sequence[float]) -> Iterator[Region]:
+def _both_ways(method: str, cp: Predictor, part: Part, levels: Sequence[float]) -> Iterator[Region]:
     for joint in ("bonferroni", "max"):
         yield Region(method, joint, cp.n_rows_, cp.predict_interval(part.test[0], list(levels), joint=joint).intervals)
 
@@ -305,7 +276,7 @@ def _both_ways(method: str, cp: Predictor, part: _Part, levels: Sequence[float])
 def _full_ways(
     method: str,
     make: Callable[[nn.Module], FullConformalRegressor],
-    part: _Part,
+    part: Part,
     rows: tuple[Tensor, Tensor],
     levels: Sequence[float],
 ) -> Iterator[Region]:
@@ -328,7 +299,7 @@ def _refined(l2: float, settings: dict[str, Any]) -> Callable[[nn.Module], FullC
     return lambda head: RefinedSplitConformalRegressor(head, l2=l2, **settings)
 
 
-def _quantile_regions(part: _Part, levels: Sequence[float]) -> Region:
+def _quantile_regions(part: Part, levels: Sequence[float]) -> Region:
     """CQR: one corner at a time, each at Bonferroni's level, which its quantiles are trained for."""
     asked = [float(bonferroni(Fraction(str(level)), _CORNERS)) for level in levels]
     ends = []
@@ -357,7 +328,7 @@ class _Standardized(nn.Module):
         return (z - self.mean) / self.scale
 
 
-def _learner(part: _Part, count: int) -> nn.Module:
+def _learner(part: Part, count: int) -> nn.Module:
     """A linear head with `count` outputs on what goes into the box head."""
     z = part.fit[0]
     with torch.random.fork_rng(devices=[]):
@@ -368,14 +339,15 @@ def _learner(part: _Part, count: int) -> nn.Module:
     return nn.Sequential(_Standardized(z), linear.to(z.device))
 
 
-def _predictions(part: _Part) -> Tensor:
+def predictions(part: Part) -> Tensor:
+    """The boxes of the test rows (m, 4), in the network's units."""
     with torch.no_grad():
         return part.head(part.test[0])
 
 
-def _about(data: BoxImages, test: Tensor, part: _Part, network: Trained) -> dict[str, float]:
+def _about(data: BoxImages, test: Tensor, part: Part, network: Trained) -> dict[str, float]:
     """How well the network itself does on the test rows."""
-    boxes = (_predictions(part) * network.scale + network.center).cpu()
+    boxes = (predictions(part) * network.scale + network.center).cpu()
     found = overlap(boxes, data.boxes[test])
     dogs = (network.logits.cpu()[test] > 0).long()
     return {
@@ -391,7 +363,7 @@ def _rows_of(
     table: str,
     seed: int,
     levels: Sequence[float],
-    part: _Part,
+    part: Part,
     scale: Tensor,
     units: Tensor,
     about: dict[str, float],
@@ -428,6 +400,3 @@ def _chi(level: float) -> float:
 
 def _normal(level: float) -> float:
     return float(-torch.special.ndtri(torch.tensor((1 - level) / 2, dtype=torch.float64)))
-
-
-__all__ = ["LEVELS", "BoxRow", "Plan", "Region", "evaluate_seed", "run", "scalar_tuning", "show", "summarise"]

@@ -11,6 +11,18 @@ from torch import Tensor, nn
 from fullcp.vision.vgg import normalized
 
 
+def small_backbone(*, channels: int = 12, seed: int = 0) -> nn.Module:
+    """Two convolutions with random weights, for small images and for trying things out."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(3, channels, 5, stride=2, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels + 4, 3, stride=2, padding=1),
+            nn.ReLU(),
+        )
+
+
 class BoxHeads(nn.Module):
     """Two fully connected layers on pooled features, a linear head for the box and one for the class.
 
