@@ -58,7 +58,7 @@ def boxes(
     try:
         data, backbone, pool = _drawn(drawn) if drawn else _photographs(images, weights)
         recipe = Recipe(epochs=epochs, learning_rate=learning_rate)
-        plan = Plan(frozen=frozen, recipe=recipe, trunk=(trunk, trunk), pool=pool)
+        plan = Plan(frozen=frozen, recipe=recipe, trunk=(trunk, trunk), dropout=0.0 if drawn else 0.5, pool=pool)
         if stage != "evaluate":
             for seed in train_seeds(data, backbone, plan, range(seeds), output, device=device):
                 console.print(f"seed {seed} is trained", highlight=False)

@@ -72,7 +72,7 @@ def overlap(first: Tensor, second: Tensor) -> Tensor:
 def drawn_boxes(rows: int = 200, *, size: int = 32, seed: int = 0) -> BoxImages:
     """Rectangles on noise, reddish ones (cats) and bluish ones (dogs), to try things on without any download."""
     rng = np.random.default_rng(seed)
-    images = rng.integers(60, 140, size=(rows, 3, size, size), dtype=np.uint8)
+    images = rng.integers(90, 150, size=(rows, 3, size, size), dtype=np.uint8)
     classes = rng.integers(0, 2, size=rows)
     sides = rng.integers(size // 5, size // 2, size=(rows, 2))
     corner = rng.integers(0, size - sides + 1)
