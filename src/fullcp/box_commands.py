@@ -113,21 +113,15 @@ def draw(data: BoxImages, view: Any, folder: Path) -> list[Path]:
 
 
 def _photographs(images: Path | None, weights: Path | None) -> tuple[BoxImages, Callable[[], nn.Module], int]:
-    import torch
-
     from fullcp.data import load_packed, load_pets
     from fullcp.vision import balance, load_vgg19, normalized
 
     if weights is None:
         raise ValueError("weights of VGG-19 are missing: pass --weights")
-    load_vgg19(weights)  # before images are read, which takes longer
+    made = load_vgg19(weights)  # before images are read, which takes longer
     data = load_packed(images) if images is not None and images.is_file() else load_pets(images)
-
-    def backbone() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            return balance(load_vgg19(weights), normalized(data.images[:16]))
-
-    return data, backbone, 7
+    made = balance(made.to(_best_device()), normalized(data.images[:16].to(_best_device())))
+    return data, lambda: made, 7
 
 
 def _drawn(count: int) -> tuple[BoxImages, Callable[[], nn.Module], int]:

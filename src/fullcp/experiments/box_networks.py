@@ -121,7 +121,7 @@ def train_seeds(
 
     Parameters
     ----------
-    backbone : makes a backbone with its first weights.
+    backbone : makes a backbone with its first weights, or hands out one and the same: copies of it are trained.
     at_once : with a frozen backbone, how many seeds train together.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
