@@ -50,7 +50,7 @@ def main():
     training.add_argument("--frozen", action="store_true")
     training.add_argument("--epochs", type=int, default=200)
     training.add_argument("--learning-rate", type=float, default=1e-2)
-    training.add_argument("--trunk", type=int, default=1024)
+    training.add_argument("--trunk", type=int, default=4096)
     training.add_argument("--at-once", type=int, default=20)
     training.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no seed is begun")
     evaluating.add_argument("--processes", type=int, default=1)

@@ -35,7 +35,7 @@ def boxes(
     ] = False,
     epochs: Annotated[int, typer.Option(min=1, help="Training epochs; the paper takes 200.")] = 200,
     learning_rate: Annotated[float, typer.Option(help="The largest learning rate.")] = 1e-2,
-    trunk: Annotated[int, typer.Option(min=1, help="Width of the two fully connected layers.")] = 1024,
+    trunk: Annotated[int, typer.Option(min=1, help="Width of the two fully connected layers.")] = 4096,
     stage: Annotated[
         str, typer.Option(help="all, train (networks alone) or evaluate (what is trained already).")
     ] = "all",

@@ -41,7 +41,7 @@ class Plan:
 
     frozen: bool = False
     recipe: Recipe = field(default_factory=Recipe)
-    trunk: tuple[int, ...] = (1024, 1024)
+    trunk: tuple[int, ...] = (4096, 4096)
     dropout: float = 0.5
     pool: int = 7
     shares: tuple[float, ...] = (0.25, 0.5)

@@ -37,7 +37,7 @@ from fullcp.regions import bonferroni
 from fullcp.tuning import Tuning, tune
 
 LEVELS = (0.85, 0.9, 0.95)
-BETA = 0.01  # of CRF, in standardised units
+BETA = 0.01  # of CRF, as a share of the image's sides
 _MEMORY = 4 * 10**9
 _EPOCHS = 100  # of CRF and CQR heads
 _CORNERS = 4
@@ -108,6 +108,7 @@ class Part:
     cal: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
     seed: int
+    beta: float  # of CRF, in the network's units
 
 
 def run(
@@ -216,7 +217,7 @@ def regions_of(
 def _part(data: BoxImages, network: Trained, split: Split, seed: int) -> Part:
     y = (data.boxes.to(network.z.device).double() - network.center.double()) / network.scale.double()
     fit, cal, test = ((network.z[rows], y[rows]) for rows in (split.fit, split.cal, split.test))
-    return Part(network.head(), fit, cal, test, seed)
+    return Part(network.head(), fit, cal, test, seed, BETA / float(network.scale.mean()))
 
 
 def _timed(regions: Iterator[Region]) -> Iterator[tuple[Region, float]]:
@@ -257,7 +258,7 @@ def _split_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     cal = part.cal
     yield from _both_ways("SCP", SplitConformalRegressor(head).conformalize(*cal), part, levels)
     crf = ResidualConformalRegressor(
-        head, _learner(part, _CORNERS), BETA, epochs=_EPOCHS, batch_size=128, seed=part.seed
+        head, _learner(part, _CORNERS), part.beta, epochs=_EPOCHS, batch_size=128, seed=part.seed
     )
     yield from _both_ways("CRF", crf.fit(*part.fit).conformalize(*cal), part, levels)
     yield _quantile_regions(part, levels)

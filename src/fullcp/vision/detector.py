@@ -33,7 +33,7 @@ class BoxHeads(nn.Module):
     dropout : after each of them, in training.
     """
 
-    def __init__(self, inputs: int, trunk: Sequence[int] = (1024, 1024), *, dropout: float = 0.5):
+    def __init__(self, inputs: int, trunk: Sequence[int] = (4096, 4096), *, dropout: float = 0.5):
         super().__init__()
         widths = [inputs, *trunk]
         self.trunk = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
@@ -76,7 +76,7 @@ class Detector(nn.Module):
         size: int = 224,
         *,
         pool: int = 7,
-        trunk: Sequence[int] = (1024, 1024),
+        trunk: Sequence[int] = (4096, 4096),
         dropout: float = 0.5,
     ):
         super().__init__()

@@ -25,7 +25,7 @@ def train_heads(
     scales: Tensor,
     seeds: Sequence[int],
     recipe: Recipe,
-    trunk: Sequence[int] = (1024, 1024),
+    trunk: Sequence[int] = (4096, 4096),
     drop: float = 0.5,
 ) -> list[BoxHeads]:
     """K pairs of heads, each trained on rows of its own: one product of stacked matrices a layer serves all.
