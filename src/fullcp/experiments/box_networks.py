@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fullcp.data import BoxImages, Standardizer, halves, random_splits
 from fullcp.files import read_file, write_file
 from fullcp.predictors.fingerprint import Fingerprint
-from fullcp.vision import Detector, Recipe, apply_heads, finetune, outputs, pooled_features, train_heads
+from fullcp.vision import Detector, Recipe, apply_heads, finetune, outputs, pooled_features, seeded, train_heads
 
 _CACHE = "features.safetensors"
 
@@ -212,8 +212,7 @@ def _finetuned(
         start = time.perf_counter()
         rows = split_of(len(images), seed, share, plan.test_share).fit.to(images.device)
         center, scale = _units(boxes[rows])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed, images.device):
             detector = _detector(plan, backbone().to(images.device), images.shape[-1])
         finetune(
             detector,
@@ -266,7 +265,6 @@ def _frozen(
         z, logits = apply_heads(member, features)
         weight, bias = member.box.weight.detach(), member.box.bias.detach()
         made[seed] = Trained(z, weight, bias, logits, center, scale, seconds)
-        member.cpu()
     return made
 
 

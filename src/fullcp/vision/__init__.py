@@ -1,6 +1,6 @@
 """Networks for images with a box: VGG-19, detectors, and how they are trained."""
 
-from fullcp.vision.detector import BoxHeads, Detector, small_backbone
+from fullcp.vision.detector import BoxHeads, Detector, seeded, small_backbone
 from fullcp.vision.finetune import finetune, outputs, pooled_features
 from fullcp.vision.heads import apply_heads, train_heads
 from fullcp.vision.recipe import Recipe, detection_loss
@@ -19,6 +19,7 @@ __all__ = [
     "normalized",
     "outputs",
     "pooled_features",
+    "seeded",
     "small_backbone",
     "train_heads",
 ]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from fullcp.vision.vgg import normalized
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from the seed inside, and outside as if nothing had happened."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def small_backbone(*, channels: int = 12, seed: int = 0) -> nn.Module:
@@ -88,7 +97,8 @@ class Detector(nn.Module):
         if not isinstance(maps, Tensor) or maps.ndim != 4:
             found = tuple(maps.shape) if isinstance(maps, Tensor) else type(maps).__name__
             raise ValueError(f"backbone must give feature maps (n, C, h, w), got {found}")
-        self.heads = BoxHeads(maps.shape[1] * pool**2, trunk, dropout=dropout).to(device)
+        with device:
+            self.heads = BoxHeads(maps.shape[1] * pool**2, trunk, dropout=dropout)
 
     def features(self, images: Tensor) -> Tensor:
         """Pooled features (n, C pool^2) of images (n, 3, S, S), uint8."""

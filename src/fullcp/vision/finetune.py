@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fullcp.data.boxes import flip
 from fullcp.progress import track
-from fullcp.vision.detector import Detector
+from fullcp.vision.detector import Detector, seeded
 from fullcp.vision.recipe import Recipe, check_converging, detection_loss
 
 
@@ -48,7 +48,7 @@ def finetune(
     steps = -(-len(rows) // recipe.batch_size)
     mean = torch.full((1,), float("nan"))
     detector.train()
-    with _seeded(seed, device), _tuned(on_gpu):
+    with seeded(seed, device), _tuned(on_gpu):
         for epoch in track(range(recipe.epochs), f"training {name}", recipe.epochs):
             order = rows[torch.randperm(len(rows), device=device)]
             total = torch.zeros(1, device=device)
@@ -99,14 +99,6 @@ def outputs(detector: Detector, images: Tensor, *, batch: int = 128) -> tuple[Te
 def _set_rate(optimizer: torch.optim.SGD, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers from the seed inside, and outside as if nothing had happened."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 @contextmanager

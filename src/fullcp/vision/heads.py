@@ -10,7 +10,7 @@ from torch.nn.functional import dropout
 
 from fullcp.data.boxes import flip_boxes
 from fullcp.progress import track
-from fullcp.vision.detector import BoxHeads
+from fullcp.vision.detector import BoxHeads, seeded
 from fullcp.vision.recipe import Recipe, check_converging, detection_loss
 
 
@@ -50,11 +50,10 @@ def train_heads(
     device, n = features.device, len(features)
     members = []
     for seed in seeds:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed, device), device:  # weights of hundreds of millions are drawn where they are wanted
             members.append(BoxHeads(features.shape[1], trunk, dropout=drop))
     stacked = {
-        name: torch.stack([dict(member.named_parameters())[name].detach() for member in members]).to(device)
+        name: torch.stack([dict(member.named_parameters())[name].detach() for member in members])
         for name, _ in members[0].named_parameters()
     }
     for value in stacked.values():
@@ -66,8 +65,7 @@ def train_heads(
     optimizer = recipe.optimizer(list(stacked.values()))
     orders = [torch.Generator().manual_seed(seed) for seed in seeds]
     steps = -(-N // recipe.batch_size)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seeds[0])
+    with seeded(seeds[0], device):
         for epoch in track(range(recipe.epochs), f"training {K} heads", recipe.epochs):
             shuffled = torch.stack([torch.randperm(N, generator=order) for order in orders])
             sides = torch.stack([torch.randint(2 if flips else 1, (N,), generator=order) for order in orders])
@@ -86,7 +84,7 @@ def train_heads(
                 total += losses.detach() * batch.shape[1]
             check_converging((total / N).cpu(), epoch, [f"member {seed}" for seed in seeds])
     for k, member in enumerate(members):
-        member.load_state_dict({name: value[k].detach().cpu() for name, value in stacked.items()})
+        member.load_state_dict({name: value[k].detach() for name, value in stacked.items()})
         member.eval()
     return members
 
@@ -106,7 +104,6 @@ def _forward(stacked: dict[str, Tensor], x: Tensor, depth: int, drop: float) -> 
 def apply_heads(member: nn.Module, features: Tensor, *, batch: int = 1024) -> tuple[Tensor, Tensor]:
     """What goes into the heads, z (n, p), and the logit of a dog (n,), in float32."""
     assert isinstance(member, BoxHeads)
-    member.to(features.device)
     embedded, logits = [], []
     with torch.inference_mode():
         for x in torch.split(features, batch):
