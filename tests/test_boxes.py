@@ -103,8 +103,8 @@ def test_rows_of_split_conformal_prediction_by_hand(done):
         assert row.mean_overlap == pytest.approx(float(found.mean()), abs=1e-4)
 
 
-def test_full_rectangles_one_by_one_are_those_of_all_outputs(done):
-    """Bonferroni's rectangles are made corner by corner, which must change nothing."""
+def test_full_rectangles_are_those_of_corners_one_by_one(done):
+    """With Bonferroni each corner is a network of its own, at the level of its share."""
     import fullcp
 
     folder, _ = done
@@ -112,11 +112,16 @@ def test_full_rectangles_one_by_one_are_those_of_all_outputs(done):
     part = boxes._part(DATA, trained[0.0], split_of(400, 0, 0.0), 0)
     regions = {(r.method, r.joint): r for r in boxes._full_methods(part, LEVELS)}
     l2 = float(boxes.scalar_tuning(part.head, *part.fit).l2[0])
-    cp = fullcp.FullConformalRegressor(part.head, curvature="last_layer", l2=l2).conformalize(*part.fit)
-    expected = cp.predict_interval(part.test[0], list(LEVELS), joint="bonferroni").intervals
-    torch.testing.assert_close(
-        regions["ACP-GN", "bonferroni"].intervals, expected, rtol=1e-4, atol=3e-6
-    )  # float32 outputs
+    for o in range(4):
+        alone = torch.nn.Linear(part.head.in_features, 1)
+        with torch.no_grad():
+            alone.weight.copy_(part.head.weight[o : o + 1])
+            alone.bias.copy_(part.head.bias[o : o + 1])
+        cp = fullcp.FullConformalRegressor(alone, curvature="last_layer", residuals="signed", l2=l2)
+        cp.conformalize(part.fit[0], part.fit[1][:, o])
+        expected = cp.predict_interval(part.test[0], [0.95, 0.975]).intervals
+        found = regions["ACP-GN", "bonferroni"].intervals[..., o]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-6)  # outputs are float32
     # The rectangle around the ellipsoid, a ball here, touches it where one corner alone is off.
     la = fullcp.LaplaceRegressor(
         part.head,

@@ -238,7 +238,7 @@ def _full_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     tuning = scalar_tuning(part.head, *part.fit)
     rows = len(part.fit[0])
     settings: dict[str, Any] = {"curvature": "last_layer", "l2": float(tuning.l2[0]), "memory": _MEMORY}
-    yield from _full_ways("ACP-GN", lambda head: FullConformalRegressor(head, **settings), part, part.fit, levels)
+    yield from _both_ways("ACP-GN", FullConformalRegressor(part.head, **settings).conformalize(*part.fit), part, levels)
     la = LaplaceRegressor(part.head, noise=tuning.noise, **settings).fit(*part.fit)
     z, y = part.test
     # The rectangle around an ellipsoid: where one coordinate alone reaches the radius.
@@ -266,38 +266,13 @@ def _split_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     yield from _both_ways("SCP-GN", scp_gn, part, levels)
     # The paper tunes l2 on the rows that calibrate, which costs the guarantee; its network's own keep it.
     for name, l2 in (("ACP-GN (split + refine)", outer), ("ACP-GN (split + refine, own l2)", own)):
-        yield from _full_ways(name, _refined(l2, settings), part, cal, levels)
+        cp = RefinedSplitConformalRegressor(head, l2=l2, **settings).conformalize(*cal)
+        yield from _both_ways(name, cp, part, levels)
 
 
 def _both_ways(method: str, cp: Predictor, part: Part, levels: Sequence[float]) -> Iterator[Region]:
     for joint in ("bonferroni", "max"):
         yield Region(method, joint, cp.n_rows_, cp.predict_interval(part.test[0], list(levels), joint=joint).intervals)
-
-
-def _full_ways(
-    method: str,
-    make: Callable[[nn.Module], FullConformalRegressor],
-    part: Part,
-    rows: tuple[Tensor, Tensor],
-    levels: Sequence[float],
-) -> Iterator[Region]:
-    """Both kinds of rectangles of a full method; where outputs share no parameter, those of Bonferroni one by one."""
-    asked = [float(bonferroni(Fraction(str(level)), _CORNERS)) for level in levels]
-    ends = []
-    for o in range(_CORNERS):
-        head = nn.Linear(part.head.in_features, 1, device=part.head.weight.device)
-        with torch.no_grad():
-            head.weight.copy_(part.head.weight[o : o + 1])
-            head.bias.copy_(part.head.bias[o : o + 1])
-        cp = make(head).set_params(residuals="signed").conformalize(rows[0], rows[1][:, o])
-        ends.append(cp.predict_interval(part.test[0], asked).intervals)
-    yield Region(method, "bonferroni", len(rows[0]), torch.stack(ends, dim=3))
-    cp = make(part.head).conformalize(*rows)
-    yield Region(method, "max", len(rows[0]), cp.predict_interval(part.test[0], list(levels), joint="max").intervals)
-
-
-def _refined(l2: float, settings: dict[str, Any]) -> Callable[[nn.Module], FullConformalRegressor]:
-    return lambda head: RefinedSplitConformalRegressor(head, l2=l2, **settings)
 
 
 def _quantile_regions(part: Part, levels: Sequence[float]) -> Region:
