@@ -256,8 +256,8 @@ def test_predictions():
         cp.predict_interval(X[:0])
     with pytest.raises(ValueError, match="X is on meta, the model on cpu"):
         cp.predict_interval(torch.zeros(4, 3, device="meta"))
-    with pytest.raises(ValueError, match="joint must be one of None, 'bonferroni', got 'max'"):
-        cp.predict_interval(X, joint="max")
+    with pytest.raises(ValueError, match="joint must be one of None, 'bonferroni', 'max', got 'min'"):
+        cp.predict_interval(X, joint="min")
     with pytest.raises(ValueError, match="a single level here, got 2"):
         cp.predict_set(X, [0.8, 0.9])
     with pytest.raises(ValueError, match=r"y must have shape \(30,\), one label a row of X, got \(29, 1\)"):

@@ -315,3 +315,30 @@ def test_predictors_tune_with_the_curvature_they_use(curvature):
     full = fullcp.FullConformalRegressor(model).conformalize(X, y).tuning_
     assert len(found.l2) == (2 if curvature == "last_layer" else 4)
     assert abs(found.log_marginal_likelihood - full.log_marginal_likelihood) > 1e-3
+
+
+@pytest.mark.parametrize("structure", ["layer", "scalar"])
+@pytest.mark.parametrize("inputs", [5, 30])
+def test_wide_last_layers_are_tuned_by_kernels(structure, inputs):
+    """More inputs than rows or fewer: the value found is that of the dense formula at the l2 found."""
+    from fullcp.curvature import jacobian_for
+    from fullcp.features import FeatureRows
+    from fullcp.tuning import tune
+    from reference import log_marginal_likelihood
+
+    torch.manual_seed(3)
+    head = nn.Linear(inputs, 2).double()
+    z = torch.randn(12, inputs, dtype=torch.float64)
+    y = head(z).detach() + 0.5 * torch.randn(12, 2, dtype=torch.float64)
+    features = FeatureRows(jacobian_for("last_layer", head, z), z, memory=10**9)
+    e = y - features.predictions
+    found = tune(features, e, structure=structure, curvature="last_layer")
+    rows = torch.cat([z, torch.ones(12, 1)], 1)
+    theta = torch.cat([head.weight, head.bias[:, None]], 1).detach()  # (2, p + 1)
+    l2 = torch.from_numpy(found.l2)
+    each = torch.cat([l2[0].expand(inputs), l2[-1:]])
+    expected = sum(
+        log_marginal_likelihood(rows, e[:, o], theta[o], each / found.noise**2, torch.tensor(found.noise**2).double())
+        for o in range(2)
+    )
+    assert found.log_marginal_likelihood == pytest.approx(float(expected), rel=1e-8)

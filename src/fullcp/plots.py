@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BLUE, ORANGE, PINK, GREY, GREEN = "#2b6cb0", "#dd8452", "#d6336c", "#8a8f98", "#2f9e44"
+RED = "#e03131"
 
 
 def intervals_over_inputs(axes: Axes, x: Any, result: Any, *, color: str, label: str, filled: bool = False) -> None:
@@ -158,3 +159,102 @@ def shares_figure(curves: Any, dataset: str) -> Any:
     for axes in grid[-1]:
         axes.set_xlabel("share of the training part that calibrates (%)")
     return figure
+
+
+def box_region(axes: Axes, image: Any, box: Any, region: Any, truth: Any = None) -> None:
+    """An image (3, S, S), the predicted box in red and its two-sided region in green.
+
+    Parameters
+    ----------
+    box, truth : left, top, right and bottom, as shares of the image's sides; the true box is dashed.
+    region : (2, 4), lower and upper ends of each. The region lies between the largest box and the smallest.
+    """
+    from matplotlib.patches import PathPatch, Rectangle
+    from matplotlib.path import Path
+
+    axes.imshow(np.moveaxis(np.asarray(image), 0, -1), extent=(0, 1, 1, 0), interpolation="nearest")
+    lower, upper = np.clip(np.asarray(region, dtype=float), -1, 2)
+    outer, inner = (*lower[:2], *upper[2:]), (*upper[:2], *lower[2:])
+    pieces = [_corners(outer)]
+    if inner[0] < inner[2] and inner[1] < inner[3]:
+        pieces.append(_corners(inner)[::-1])  # the other way round, so that it is a hole
+    codes = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+    vertices = np.concatenate([[*piece, piece[0]] for piece in pieces])
+    path = Path(vertices, codes * len(pieces))
+    axes.add_patch(PathPatch(path, facecolor=GREEN, alpha=0.35, edgecolor="none"))
+    axes.add_patch(PathPatch(path, facecolor="none", edgecolor=GREEN, linewidth=1.2))
+    for edges, color, style in ((box, RED, "-"), (truth, "white", "--")):
+        if edges is not None:
+            left, top, right, bottom = (float(edge) for edge in edges)
+            axes.add_patch(
+                Rectangle((left, top), right - left, bottom - top, fill=False, edgecolor=color, ls=style, lw=1.6)
+            )
+    axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
+
+
+def _corners(edges: Any) -> list[tuple[float, float]]:
+    left, top, right, bottom = edges
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def box_methods_figure(images: Any, view: Any, *, rows: int = 3, methods: Any = None) -> Any:
+    """Typical test images, one a row, with each method's region, one a column; returns a matplotlib figure.
+
+    Parameters
+    ----------
+    images : all images (n, 3, S, S).
+    view : an `experiments.box_views.View`.
+    methods : their names, in the order of the columns; None takes all.
+    """
+    from matplotlib.figure import Figure
+
+    methods = list(methods or view.regions)
+    figure = Figure(figsize=(2.1 * len(methods), 2.25 * rows + 0.4), layout="constrained")
+    grid = figure.subplots(rows, len(methods), squeeze=False)
+    # From quarter to quarter of the order of overlaps: neither the best nor the worst.
+    order = view.overlaps(methods[0]).argsort(stable=True).tolist()
+    picks = [order[len(order) * (i + 1) // (rows + 1)] for i in range(rows)]
+    for i, pick in enumerate(picks):
+        for j, method in enumerate(methods):
+            axes = grid[i, j]
+            box_region(
+                axes, images[view.rows[pick]], view.boxes[method][pick], view.regions[method][pick], view.truth[pick]
+            )
+            if i == 0:
+                axes.set_title(method.replace(" (", "\n("), fontsize=9)
+    _box_legend(figure, view.level)
+    return figure
+
+
+def box_cases_figure(images: Any, view: Any, method: str, *, count: int = 6) -> Any:
+    """The best, typical and worst boxes of a method by their overlap with the truth; returns a matplotlib figure."""
+    from matplotlib.figure import Figure
+
+    count = min(count, len(view.rows) // 3)
+    figure = Figure(figsize=(1.9 * count, 6.6), layout="constrained")
+    grid = figure.subplots(3, count, squeeze=False)
+    overlaps = view.overlaps(method)
+    for axes_row, name, picks in zip(
+        grid, ("best", "typical", "worst"), view.best_typical_worst(method, count), strict=True
+    ):
+        for axes, pick in zip(axes_row, picks, strict=True):
+            region, truth = view.regions[method][pick], view.truth[pick]
+            box_region(axes, images[view.rows[pick]], view.boxes[method][pick], region, truth)
+            covered = bool(((region[0] <= truth) & (truth <= region[1])).all())
+            axes.set_title(f"overlap {overlaps[pick]:.2f}{'' if covered else ', missed'}", fontsize=8)
+        axes_row[0].set_ylabel(name, fontsize=10)
+    figure.suptitle(method, fontsize=10)
+    _box_legend(figure, view.level)
+    return figure
+
+
+def _box_legend(figure: Any, level: float) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles = [
+        Line2D([], [], color=RED, label="prediction"),
+        Patch(facecolor=GREEN, alpha=0.35, edgecolor=GREEN, label=f"{level:.0%} region"),
+        Line2D([], [], color="grey", linestyle="--", label="truth (white)"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)

@@ -12,7 +12,7 @@ from fullcp.curvature.eigen import Block
 from fullcp.curvature.full import fit_full, fit_whitened, form_for, restore_full
 from fullcp.curvature.kernels import KernelCurvature
 from fullcp.curvature.kfac import fit_kfac, kfac_blocks, restore_kfac
-from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, restore_last_layer
+from fullcp.curvature.last_layer import fit_last_layer, last_layer_gram, penultimate_rows, restore_last_layer
 from fullcp.curvature.low_rank import (
     LowRankWarning,
     fit_low_rank,
@@ -67,6 +67,7 @@ __all__ = [
     "low_rank_factor",
     "low_rank_ranks",
     "needs_all_rows",
+    "penultimate_rows",
     "points_within",
     "read_structure",
     "restore",

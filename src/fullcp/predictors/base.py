@@ -6,10 +6,8 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
-from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,14 +34,16 @@ from fullcp.inputs import (
     read_rows,
     read_single_level,
 )
+from fullcp.joint import JointScores, read_scales
 from fullcp.memory import DEFAULT_MEMORY, parse_memory
 from fullcp.predictors.fingerprint import Fingerprint, alike
 from fullcp.predictors.result import PredictionIntervals
+from fullcp.predictors.settings import are_words, brief, kept_setting
 from fullcp.progress import track
-from fullcp.regions import Interval, bonferroni
+from fullcp.regions import Interval, bonferroni, rows_needed
 from fullcp.sources import Inputs
 
-JOINT = ("bonferroni",)
+JOINT = ("bonferroni", "max")
 
 
 class NotFittedError(ValueError, AttributeError):
@@ -100,7 +100,7 @@ class Predictor(ABC):
         return self
 
     def __repr__(self) -> str:
-        shown = {name: _brief(value) for name, value in self.get_params().items()}
+        shown = {name: brief(value) for name, value in self.get_params().items()}
         chosen = getattr(self, "curvature_choice_", None)
         if chosen is not None and shown["curvature"] == "'auto'":
             shown["curvature"] = f"'auto' ({chosen})"
@@ -116,7 +116,7 @@ class Predictor(ABC):
         return rows.origin.restore(f[:, 0] if f.shape[1] == 1 else f)
 
     def predict_interval(
-        self, X: object, confidence_level: object = 0.9, *, joint: str | None = None
+        self, X: object, confidence_level: object = 0.9, *, joint: str | None = None, scales: object = None
     ) -> PredictionIntervals:
         """Point predictions and intervals.
 
@@ -124,9 +124,15 @@ class Predictor(ABC):
         ----------
         X : array, tensor, frame or DataLoader (n, ...)
         confidence_level : float or sequence of L floats in (0, 1)
-        joint : None or "bonferroni"
-            With several outputs: None gives each output its own interval at the level, "bonferroni" makes the
-            intervals of a row hold together at the level.
+        joint : None, "bonferroni" or "max"
+            With several outputs: None gives each output its own interval at the level, the others make the
+            intervals of a row hold together at the level. "bonferroni" asks each for 1 - alpha / O; "max" ranks rows
+            by the largest of their residuals over outputs, which is narrower. It needs a conformal method, and for
+            the full ones outputs that share no parameter (curvature="last_layer"); its intervals are
+            centred on the prediction, whatever `residuals`.
+        scales : None, float, or array (O,)
+            For joint="max": in what units the residuals of outputs are compared, and so their widths. None is 1, for
+            standardised targets. Data that calibrate must have no part in them.
 
         Returns
         -------
@@ -135,9 +141,9 @@ class Predictor(ABC):
         """
         asked = read_levels(confidence_level)
         rows = self._read_inputs(X)
-        levels = self._joint_levels(asked, joint)
-        self._warn_if_infinite(asked, levels)
-        done = [(batch.f, self._ends(batch, levels)) for _, batch in self._batches(rows.x)]
+        levels, sizes = self._joint_levels(asked, joint), self._joint_scales(joint, scales, rows.x.device)
+        self._warn_if_infinite(asked, levels, joint)
+        done = [(batch.f, self._region(batch, levels, sizes)) for _, batch in self._batches(rows.x)]
         f, intervals = (torch.cat(parts) for parts in zip(*done, strict=True))
         if f.shape[1] == 1:
             f, intervals = f[:, 0], intervals[..., 0]
@@ -145,15 +151,17 @@ class Predictor(ABC):
             rows.origin.restore(f), rows.origin.restore(intervals), tuple(float(level) for level in asked)
         )
 
-    def predict_set(self, X: object, confidence_level: object = 0.9, *, joint: str | None = None) -> list[Any]:
+    def predict_set(
+        self, X: object, confidence_level: object = 0.9, *, joint: str | None = None, scales: object = None
+    ) -> list[Any]:
         """The exact prediction set of each row, as disjoint closed intervals in order.
 
         Parameters
         ----------
         X : array, tensor, frame or DataLoader (n, ...)
         confidence_level : float
-        joint : None or "bonferroni"
-            As in `predict_interval`.
+        joint, scales
+            As in `predict_interval`. With "max" the set is the rectangle.
 
         Returns
         -------
@@ -163,28 +171,41 @@ class Predictor(ABC):
         """
         asked = [read_single_level(confidence_level)]
         rows = self._read_inputs(X)
-        levels = self._joint_levels(asked, joint)
-        self._warn_if_infinite(asked, levels)
+        levels, sizes = self._joint_levels(asked, joint), self._joint_scales(joint, scales, rows.x.device)
+        self._warn_if_infinite(asked, levels, joint)
         sets: list[Any] = []
         for _, batch in self._batches(rows.x):
-            sets += [outputs[0] if len(outputs) == 1 else outputs for outputs in self._pieces(batch, levels[0])]
+            if sizes is None:
+                pieces = self._pieces(batch, levels[0])
+            else:
+                ends = self._region(batch, levels, sizes)[:, :, 0]  # (m, 2, O)
+                pieces = [[[(low, high)] for low, high in zip(*point, strict=True)] for point in ends.tolist()]
+            sets += [outputs[0] if len(outputs) == 1 else outputs for outputs in pieces]
         return sets
 
-    def p_value(self, X: object, y: object, *, joint: str | None = None) -> Any:
+    def p_value(self, X: object, y: object, *, joint: str | None = None, scales: object = None) -> Any:
         """The p-value of each label: it lies in the set of level 1 - alpha where the p-value exceeds alpha.
 
         Parameters
         ----------
         X : array, tensor, frame or DataLoader (n, ...)
         y : labels (n,) or (n, O), or one number for all
-        joint : None or "bonferroni"
-            None gives each output its own p-value, (n,) or (n, O); "bonferroni" one a row for all outputs, (n,).
+        joint : None, "bonferroni" or "max"
+            None gives each output its own p-value, (n,) or (n, O); the others one a row for all outputs, (n,). With
+            "max" it is that of the rectangles, for full methods no smaller than the conformal one.
+        scales : as in `predict_interval`.
         """
         rows = self._read_inputs(X)
         outputs = self._outputs()
         labels = read_label(y, len(rows.x), outputs, rows.x.device)
         self._check_joint(joint)
-        parts = [self._p_values(batch, labels[where]) for where, batch in self._batches(rows.x)]
+        sizes = self._joint_scales(joint, scales, rows.x.device)
+        parts = [
+            self._p_values(batch, labels[where])
+            if sizes is None
+            else self._joint_scores(batch, sizes).p_values(batch.f, labels[where])
+            for where, batch in self._batches(rows.x)
+        ]
         p = torch.cat(parts)
         if joint == "bonferroni":
             p = (outputs * p.amin(1, keepdim=True)).clamp(max=1.0)
@@ -202,7 +223,7 @@ class Predictor(ABC):
         state, facts = self._state()
         params = dict(self._settings)
         for name, value in self._settings.items():
-            if value is not None and not isinstance(value, (str, int, float, bool)) and not _are_words(value):
+            if value is not None and not isinstance(value, (str, int, float, bool)) and not are_words(value):
                 state[f"param.{name}"] = (
                     value if isinstance(value, Tensor) else torch.from_numpy(np.array(value, float))
                 )
@@ -278,6 +299,14 @@ class Predictor(ABC):
     @abstractmethod
     def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
         """p-values of the labels y (m, O), (m, O)."""
+
+    def _check_rectangles(self) -> None:
+        """Refuse joint="max" where several outputs cannot be ranked together."""
+        raise ValueError(f"joint='max' needs a conformal method, {type(self).__name__} has no residuals to rank")
+
+    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores:
+        """The scores that joint="max" ranks, for scales (O,); asked for only after `_check_rectangles`."""
+        raise NotImplementedError
 
     @abstractmethod
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -375,9 +404,10 @@ class Predictor(ABC):
                 f"{type(self).__name__}: the model has changed since {self._first_step}; call it again on the new model"
             )
 
-    def _warn_if_infinite(self, asked: list[Fraction], levels: list[Fraction]) -> None:
+    def _warn_if_infinite(self, asked: list[Fraction], levels: list[Fraction], joint: str | None) -> None:
         """Warn for the highest level asked for whose intervals are infinite for want of rows."""
-        needed = [self._rows_needed(level) for level in levels]
+        ranked = joint == "max" and self._outputs() > 1
+        needed = [rows_needed(level, "absolute") if ranked else self._rows_needed(level) for level in levels]
         short = [(level, rows) for level, rows in zip(asked, needed, strict=True) if self.n_rows_ < rows]
         if short:
             level, rows = max(short)
@@ -395,7 +425,25 @@ class Predictor(ABC):
 
     def _joint_levels(self, levels: list[Fraction], joint: str | None) -> list[Fraction]:
         self._check_joint(joint)
-        return [bonferroni(level, self._outputs()) for level in levels] if joint else levels
+        return [bonferroni(level, self._outputs()) for level in levels] if joint == "bonferroni" else levels
+
+    def _joint_scales(self, joint: str | None, scales: object, device: torch.device) -> Tensor | None:
+        """The scales (O,) of joint="max"; None where outputs (or the only one) are taken one by one."""
+        if joint != "max":
+            if scales is not None:
+                raise ValueError(f"scales are for joint='max', got joint={joint!r}")
+            return None
+        found, single = read_scales(scales, self._outputs(), device), self._outputs() == 1
+        if not single:
+            self._check_rectangles()
+        return None if single else found
+
+    def _region(self, batch: Batch, levels: list[Fraction], scales: Tensor | None) -> Tensor:
+        """Ends of intervals or, with scales, of joint rectangles, (m, 2, L, O)."""
+        if scales is None:
+            return self._ends(batch, levels)
+        half = self._joint_scores(batch, scales).half_widths(levels)
+        return batch.f[:, None, None] + torch.stack([-half, half], dim=1)
 
     def _batches(self, x: Inputs, *, gradients: bool | None = None) -> Iterator[tuple[slice, Batch]]:
         """The test points in batches, with their gradients where the method (or the caller) asks for them."""
@@ -413,29 +461,6 @@ class Predictor(ABC):
             check_all_finite(start, {"outputs": f, "gradients": phi})
             f = f.double()
             yield where, Batch(points, self._center(f, phi), phi, f)
-
-
-def kept_setting(value: Any) -> Any:
-    """A copy of a setting that later changes do not reach."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, PathLike):
-        return fspath(value)
-    return value.item() if isinstance(value, np.generic) else deepcopy(value)
-
-
-def _are_words(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
-
-
-def _brief(value: Any) -> str:
-    """A short repr: an array by its length, a module by its kind."""
-    if isinstance(value, nn.Module):
-        return type(value).__name__
-    size = getattr(value, "numel", lambda: getattr(value, "size", 1))()
-    if isinstance(value, (list, tuple)):
-        size = len(value)
-    return repr(value) if not isinstance(size, int) or size <= 8 else f"<{size} values>"
 
 
 __all__ = [

@@ -34,7 +34,7 @@ class CandidatePredictor(Predictor):
     grid_: Tensor
 
     def predict_interval(
-        self, X: object, confidence_level: object = 0.9, *, joint: str | None = None
+        self, X: object, confidence_level: object = 0.9, *, joint: str | None = None, scales: object = None
     ) -> PredictionIntervals:
         """Point predictions and intervals from the smallest to the largest accepted candidate.
 
@@ -43,18 +43,18 @@ class CandidatePredictor(Predictor):
         candidate is accepted, the one with the largest p-value is both ends. Warnings tell of sets that the grid cuts
         off or is too coarse for.
         """
-        result = super().predict_interval(X, confidence_level, joint=joint)
+        result = super().predict_interval(X, confidence_level, joint=joint, scales=scales)
         self._warn_about_grid(torch.as_tensor(result.intervals), read_levels(confidence_level))
         return result
 
     def predict_set(
-        self, X: object, confidence_level: object = 0.9, *, joint: str | None = None
+        self, X: object, confidence_level: object = 0.9, *, joint: str | None = None, scales: object = None
     ) -> list[list[Interval]]:
         """The prediction set of each row: runs of neighbouring accepted candidates, as (lower, upper) pairs in order.
 
         A run of one candidate is a pair of equal labels. Its convex hull is what `predict_interval` gives.
         """
-        sets: list[list[Interval]] = super().predict_set(X, confidence_level, joint=joint)
+        sets: list[list[Interval]] = super().predict_set(X, confidence_level, joint=joint, scales=scales)
         ends = torch.tensor([[[pieces[0][0]], [pieces[-1][1]]] for pieces in sets], dtype=torch.float64)
         self._warn_about_grid(ends, read_levels(confidence_level))
         return sets

@@ -13,6 +13,7 @@ from fullcp.curvature import points_within
 from fullcp.features import Network
 from fullcp.influence import RESIDUALS
 from fullcp.inputs import Rows, check_all_finite, check_choice
+from fullcp.joint import JointScores, split_scores
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.regions import rows_needed, split_half_widths, split_p_values, split_signed_intervals
 
@@ -106,6 +107,12 @@ class SplitConformalRegressor(Predictor):
         at = self._normaliser_at(batch)
         columns = zip(self._e.T, self._normaliser.T, batch.f.T, y.T, at.T, strict=True)
         return torch.stack([split_p_values(e, n, f, yo, to, self._residuals) for e, n, f, yo, to in columns], dim=1)
+
+    def _check_rectangles(self) -> None:
+        """Residuals of split methods can be ranked whatever the network."""
+
+    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores:
+        return split_scores(self._e, self._normaliser, self._normaliser_at(batch), scales)
 
     def _rows_needed(self, level: Fraction) -> int:
         return rows_needed(level, self._residuals)

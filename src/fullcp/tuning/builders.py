@@ -7,7 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fullcp.curvature import last_layer_gram, low_rank_factor, low_rank_ranks, read_structure, spectrum
+from fullcp.curvature import (
+    last_layer_gram,
+    low_rank_factor,
+    low_rank_ranks,
+    penultimate_rows,
+    read_structure,
+    spectrum,
+)
 from fullcp.features import FeatureRows, kernel_rows
 from fullcp.tuning.evidence import Evidence
 from fullcp.tuning.forms import Form, Gram, Kernels, Repeated, Spectral, WithRest
@@ -49,8 +56,12 @@ def _form_of(features: FeatureRows, observations: int, sizes: list[int], curvatu
         eigenvalues, tensor = spectrum(features, curvature)
         return Spectral(eigenvalues.unsqueeze(0), tensor if len(sizes) > 1 else torch.zeros_like(tensor), sizes)
     if curvature == "last_layer":
-        S, outputs = last_layer_gram(features)  # of one output; the others share it, and no parameter
-        return Repeated(_form_of_gram(S.unsqueeze(0), [size // outputs for size in sizes]), outputs)
+        # Of one output; the others share it, and no parameter.
+        outputs = features.outputs
+        each = [size // outputs for size in sizes]
+        if sum(each) > features.count:
+            return Repeated(_form_of_kernels(_kernels(penultimate_rows(features), each).unsqueeze(0), each), outputs)
+        return Repeated(_form_of_gram(last_layer_gram(features)[0].unsqueeze(0), each), outputs)
     if features.size <= observations:
         return _form_of_gram(features.gram(keep=True).unsqueeze(0), sizes)  # the curvature will want it too
     rows = kernel_rows(features)
