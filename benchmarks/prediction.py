@@ -1,7 +1,7 @@
 """What intervals cost: the pruned engine beside the dense way and the formulas point by point, and how it grows.
 
     python benchmarks/prediction.py                    # all of it, some minutes on two cores
-    python benchmarks/prediction.py --parts data       # data, one_row, scaling, million
+    python benchmarks/prediction.py --parts data       # data, whole_set, one_row, scaling, million
     FULLCP_DATA=../shared/data python benchmarks/prediction.py   # kin8nm and protein, not made rows of their sizes
 
 - ours: `predict_interval`, from inputs to intervals, gradients of the test points and all.
@@ -198,6 +198,20 @@ def data_part(arguments):
     return {"gflops_of_products": round(rate / 1e9), "sets": rows}
 
 
+def whole_set_part(arguments):
+    """Protein: the fit and all of its test rows, after a first round that warms up."""
+    _, _, hidden, l2, epochs = SHAPES["protein"]
+    X, y = (t.to(DEVICE) for t in rows_of("protein"))
+    N, found = int(0.9 * len(X)), {}
+    for residuals in ("signed", "absolute"):
+        cp, _ = fitted(X, y, N, hidden, l2, epochs, residuals, "8GB")
+        cp.predict_interval(X[N:], LEVELS)
+        steps = (lambda cp=cp: cp.conformalize(X[:N], y[:N])), (lambda cp=cp: cp.predict_interval(X[N:], LEVELS))
+        fit, predict = min((tuple(seconds(step) for step in steps) for _ in range(arguments.rounds)), key=sum)
+        found[residuals] = {"fit_s": round(fit, 4), "predict_s": round(predict, 4)}
+    return {"N": N, "D": cp.network_.size, "points": len(X) - N, "levels": len(LEVELS), **found}
+
+
 def one_row_part(arguments):
     """The latency of a single row."""
     X, y = (t.to(DEVICE) for t in made(10_400, 8))
@@ -266,7 +280,13 @@ def million_part(arguments):
     }
 
 
-PARTS = {"data": data_part, "one_row": one_row_part, "scaling": scaling_part, "million": million_part}
+PARTS = {
+    "data": data_part,
+    "whole_set": whole_set_part,
+    "one_row": one_row_part,
+    "scaling": scaling_part,
+    "million": million_part,
+}
 
 
 def main():

@@ -27,6 +27,10 @@ def main():
         rows = found[name]
         axis.plot([row[name] for row in rows], [row["ms_per_point"] for row in rows], "o-", color="#1f5a96")
         axis.set(xscale="log", yscale="log", xlabel=label)
+        if name == "D":
+            values = [row[name] for row in rows]
+            axis.set_xticks(values, [str(value) for value in values])
+            axis.set_xticks([], minor=True)
         axis.grid(alpha=0.3, which="both", linewidth=0.5)
     axes[0].set_ylabel("ms a test point, three levels")
     figure.savefig(ROOT / "docs" / "images" / "scaling.png", dpi=150)

@@ -192,4 +192,4 @@ def _keys(x: Tensor, labels: Tensor) -> list[bytes]:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().numpy().tobytes()
