@@ -235,3 +235,11 @@ def test_divergence_is_named():
     cp = fullcp.RetrainedFullConformalRegressor(model, l2=1.0, candidates=3, learning_rate=(1e200, 1e200), epochs=5)
     with pytest.raises(ValueError, match="training diverged with the label"):
         cp.conformalize(X, y).predict_interval(points)
+
+
+def test_rows_of_one_number_are_recognised():
+    """NumPy gives a new axis a stride of 0."""
+    x = torch.from_numpy(np.arange(3.0)[:, None])
+    labels = torch.zeros(3, 2, dtype=F64)
+    assert retraining_module._keys(x, labels) == retraining_module._keys(x.clone() + 0, labels)
+    assert len(set(retraining_module._keys(x, labels))) == 3
