@@ -188,7 +188,11 @@ def _refined(bench: Bench, arm: Arm) -> Predictor:
 
 
 def _best_of_grid(bench: Bench, model: nn.Module, arm: Arm, cal: tuple[Any, Any]) -> float:
-    """The l2 of the grid with the best marginal likelihood on the calibration rows, for a noise of 1."""
+    """The l2 of the prior precision in the grid with the best marginal likelihood on the calibration rows.
+
+    The noise is that of the network's residuals there. With a noise of 1 in its place, far too large a penalty wins (on
+    bike 10, where 0.1 to 1 have the narrowest intervals), and widths are up to 70 % above the paper's.
+    """
     p = next(model.parameters())
     x = torch.as_tensor(cal[0], dtype=p.dtype, device=p.device)
     memory = parse_memory(bench.memory)
@@ -196,8 +200,10 @@ def _best_of_grid(bench: Bench, model: nn.Module, arm: Arm, cal: tuple[Any, Any]
     features = FeatureRows(choice.jacobian, x, memory=memory)
     e = torch.as_tensor(cal[1], device=p.device)[:, None] - features.predictions
     evidence = _evidence(features, e, choice.structure)
-    values = [float(evidence.value(e.new_tensor([[log(l2)]]), e.new_zeros(1))) for l2 in GRID]
-    return GRID[int(np.argmax(values))]
+    variance = float(e.square().mean())
+    log_variance = e.new_tensor([log(variance)])
+    values = [float(evidence.value(e.new_tensor([[log(precision)]]), log_variance)) for precision in GRID]
+    return variance * GRID[int(np.argmax(values))]
 
 
 def _evidence(features: FeatureRows, e: Tensor, curvature: str) -> Evidence:
