@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from fractions import Fraction
 from unittest.mock import patch
@@ -211,6 +212,40 @@ def test_independent_outputs_are_single_cases(score):
     with patch.object(Query, "of_one", None):
         blocks = cp.predict_interval(X_new, [0.8, 0.95]).intervals
     torch.testing.assert_close(found, blocks, rtol=1e-8, atol=1e-10)
+
+
+def test_threads_and_modes_do_not_mix_up_rows():
+    """Gradients that are computed again are kept for the next call, whoever makes it."""
+    X, y = rows(3000, 1)
+    X_new, _ = rows(120, 2)
+    model = nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1))
+    cp = fullcp.FullConformalRegressor(model, "full", l2=1.0, memory="1MB").conformalize(X, y)
+    with torch.inference_mode():
+        cp.predict_interval(X_new[:5], 0.9)
+    parts = torch.split(X_new, 20)
+    expected = [cp.predict_interval(part, [0.5, 0.9]).intervals for part in parts]
+    with ThreadPoolExecutor(6) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda part: cp.predict_interval(part, [0.5, 0.9]).intervals, parts))
+            for a, b in zip(found, expected):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_p_values_of_labels_far_from_zero():
+    """Seconds since 1970, say: rounding of changepoints is relative to their own size, not to that of the labels."""
+    X, y = rows(2000, 1)
+    X_new, y_new = rows(500, 2)
+    model = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        model.weight.zero_()[0, 0] = 1.0
+        model.bias.fill_(1e10)
+    cp = fullcp.FullConformalRegressor(model, "full", l2=1e-6, refine=True)
+    cp.conformalize(X.double(), y.double() + 1e10)
+    lower, upper = cp.predict_interval(X_new.double(), 0.9).intervals[:, :, 0].unbind(1)
+    label = y_new[:, 0].double() + 1e10
+    inside = (label >= lower) & (label <= upper)
+    assert 0.85 < float(inside.double().mean()) < 0.95
+    assert torch.equal(cp.p_value(X_new.double(), label) > 0.1, inside)
 
 
 class TestRecentRows:

@@ -129,7 +129,7 @@ def changepoint_bounds(
         else:
             at = C.clamp(max=0.5)
             least, most = q_least + at * at - at, q_most + C * C + C
-        least = torch.where(q_least > 0, least, -INF)
+        least = torch.where(s[0] > _LEEWAY * _LEEWAY, least, -INF)  # next to 0, P + c is lost to rounding
     low, high = (e[0] / torch.where(e[0] > 0, most, least)), (e[1] / torch.where(e[1] > 0, least, most))
     room = _LEEWAY * _LEEWAY
     low, high = low - room * low.abs(), high + room * high.abs()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 Interval = tuple[float, float]
 INF = float("inf")
-_ROUNDING = 1e-11  # relative to labels and predictions: cross leverages are sums of many products
+_ROUNDING = 1e-11  # of a changepoint, relative to its size: cross leverages are sums of many products
 
 
 def absolute_rank(level: Fraction, count: int) -> int:
@@ -139,7 +139,8 @@ def signed_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor) -> Tenso
 
 def _columns_with_room(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Predictions, labels and what rounding may take, (m, 1) each."""
-    return f.unsqueeze(1), y.unsqueeze(1), (_ROUNDING * (y.abs() + f.abs())).unsqueeze(1)
+    room = _ROUNDING * (y - f).abs() + 4 * torch.finfo(y.dtype).eps * (y.abs() + f.abs())
+    return f.unsqueeze(1), y.unsqueeze(1), room.unsqueeze(1)
 
 
 def bonferroni(level: Fraction, outputs: int) -> Fraction:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import RLock
 
 import torch
 from torch import Tensor
 
 
 class RecentRows:
-    """Chosen rows of N, of which as many as fit are kept once they are computed.
+    """Chosen rows of N, of which as many as fit are kept once they are computed. Several threads may ask.
 
     Parameters
     ----------
@@ -23,22 +24,26 @@ class RecentRows:
     def __init__(self, compute: Callable[[list[int]], Tensor], count: int, chunk: int, most: int):
         self.compute, self.chunk, self.most = compute, chunk, most
         self.kept = 0
+        self._lock = RLock()
         self._place = torch.full((count,), -1)  # of each row among the kept ones
         self._store: Tensor | None = None  # room for more rows than are kept
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The rows of some indices, (n, ...)."""
-        wanted = rows.cpu()
-        missing = torch.unique(wanted[self._place[wanted] < 0])
-        if self.kept + len(missing) > self.most:
-            self._forget()
-            missing = torch.unique(wanted)
-            if len(missing) > self.most:
-                return self._computed(wanted)
-        if len(missing):
-            self._add(missing)
-        assert self._store is not None
-        return self._store[self._place[wanted].to(self._store.device)]
+        with self._lock, torch.inference_mode(False):  # what is kept outlives the caller's mode
+            wanted, back = torch.unique(rows.cpu(), return_inverse=True)
+            if self.kept + len(wanted) > self.most and self.kept + self._lacks(wanted) > self.most:
+                self._forget()
+                if len(wanted) > self.most:
+                    return self._computed(wanted)[back.to(rows.device)]
+            missing = wanted[self._place[wanted] < 0]
+            if len(missing):
+                self._add(missing)
+            assert self._store is not None
+            return self._store[self._place[wanted][back].to(self._store.device)]
+
+    def _lacks(self, rows: Tensor) -> int:
+        return int((self._place[rows] < 0).sum())
 
     def _computed(self, rows: Tensor) -> Tensor:
         indices = rows.tolist()

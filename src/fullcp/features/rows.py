@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from fullcp.memory import rows_within
 from fullcp.progress import track
 from fullcp.sources import Inputs
 
+_MAKING = Lock()
 RowIndex: TypeAlias = slice | Tensor
 """Some rows, one after the other or by their indices."""
 
@@ -111,7 +113,7 @@ class FeatureRows:
         """Phi of some rows, (n, O, D).
 
         Where they are not held, a slice may have no more than `chunk` rows, and rows by their indices are kept for
-        the next time, within a quarter of the budget.
+        the next time, within a sixth of the budget.
         """
         if self._held is None and self.holds:
             for _ in self.chunks():
@@ -120,11 +122,13 @@ class FeatureRows:
             return self._held[rows] if isinstance(rows, slice) else self._held.index_select(0, rows)
         if isinstance(rows, slice):
             return self._computed(rows)
-        if self._recent is None:
-            width = self.outputs * self.size * torch.finfo(self.jacobian.dtype).bits // 8
-            most = rows_within(self.memory // 4, width, at_most=self.count)
-            self._recent = RecentRows(self._computed, self.count, self.chunk, most)
-        return self._recent(rows)
+        with _MAKING, torch.inference_mode(False):
+            if self._recent is None:
+                width = self.outputs * self.size * torch.finfo(self.jacobian.dtype).bits // 8
+                most = rows_within(self.memory // 6, width, at_most=self.count)
+                self._recent = RecentRows(self._computed, self.count, self.chunk, most)
+            recent = self._recent
+        return recent(rows)
 
     def _computed(self, rows: slice | list[int]) -> Tensor:
         f, phi = self.jacobian(self.x[rows])
