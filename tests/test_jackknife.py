@@ -261,3 +261,14 @@ def test_cv_plus_refuses_what_it_cannot_do(tmp_path):
     loaded = fullcp.CVPlusRegressor.load(tmp_path / "cp", copy.deepcopy(model))
     assert loaded.trainings_ is None
     assert torch.equal(loaded.predict_interval(X).intervals, cp.predict_interval(X).intervals)
+
+
+def test_normalised_ends_are_those_of_full_conformal_prediction():
+    """Studentized absolute residuals: the changepoints are the leave-one-out ends."""
+    torch.manual_seed(0)
+    X, y = torch.randn(60, 3), torch.randn(60)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    X_new, levels = 3 * torch.randn(20, 3), [0.6, 0.9]
+    plus = fullcp.JackknifePlusRegressor(model, l2=0.5).conformalize(X, y).predict_interval(X_new, levels)
+    full = fullcp.FullConformalRegressor(model, residuals="absolute", l2=0.5).conformalize(X, y)
+    torch.testing.assert_close(plus.intervals, full.predict_interval(X_new, levels).intervals, rtol=1e-10, atol=1e-10)

@@ -62,13 +62,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from fullcp import data as data
     from fullcp import sklearn as sklearn
+    from fullcp import vision as vision
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import `fullcp.sklearn` at its first use: scikit-learn takes time to load, and not everybody has it."""
-        if name == "sklearn":
+        """Import these at their first use: scikit-learn takes time to load, and not everybody has it."""
+        if name in ("data", "sklearn", "vision"):
             from importlib import import_module
 
-            return import_module("fullcp.sklearn")
+            return import_module(f"fullcp.{name}")
         raise AttributeError(f"module 'fullcp' has no attribute {name!r}")

@@ -36,7 +36,7 @@ def _narrowest_on_few_rows(rows: Sequence[Values]) -> Iterable[Verdict]:
         if "ACP-GN" in {r["method"] for r in own}:
             best = min(widths, key=lambda m: widths[m], default="none")
             numbers = ", ".join(f"{m} {w:.4g}" for m, w in sorted(widths.items(), key=lambda item: item[1])[:3])
-            claim = f"ACP-GN is the narrowest of the valid methods on {dataset} at 90 %"
+            claim = f"ACP-GN is the narrowest of the paper's valid methods on {dataset} at 90 %"
             yield Verdict(claim, best == "ACP-GN", numbers)
 
 

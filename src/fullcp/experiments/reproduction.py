@@ -19,6 +19,7 @@ from fullcp.experiments.uci_methods import METHODS, Arm
 from fullcp.experiments.uci_training import Say, Trainer
 from fullcp.inputs import check_choice
 from fullcp.memory import parse_memory
+from fullcp.training import Schedule
 
 STAGES = ("train", "evaluate", "write", "all")
 SYNTHETIC = synthetic.TABLE
@@ -91,6 +92,9 @@ def run(request: Request, say: Say) -> None:
 def _run_dataset(request: Request, table: Table, device: torch.device, say: Say) -> None:
     protocol = protocol_of(table.name, repeats=request.seeds, epochs=request.epochs)
     arms = request.arms(table.name)
+    least = Schedule().burn_in
+    if protocol.tunes_in_training and protocol.epochs < least and request.stage in ("train", "all"):
+        raise ValueError(f"epochs must be at least {least} for {table.name}, when tuning begins, got {protocol.epochs}")
     if request.stage in ("train", "all"):
         roles = list(dict.fromkeys(role for arm in arms for role in arm.roles()))
         Trainer(table, protocol, request.run_dir, device, say).run(roles)

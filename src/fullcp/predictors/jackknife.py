@@ -46,6 +46,10 @@ class JackknifePlusRegressor(PlusPredictor):
     them the guarantee. For a network nothing is guaranteed, since none is trained again, and coverage is in practice as
     close to the level as that of `FullConformalRegressor`. Where it must hold, see `InformedSplitConformalRegressor`.
 
+    Normalised, for one output and exact curvature, the ends are the very numbers of `FullConformalRegressor` with
+    studentized absolute residuals: a row's end f - c_i q_i + sqrt(1 + h + c_i^2 / (1 - h_i)) sqrt(1 - h_i) |q_i| is its
+    changepoint. It is the other way to the same interval; `normalized=False` and several outputs differ.
+
     Several outputs are intervals one by one: no model without a row depends on the label asked about, so that nothing
     couples them.
 
