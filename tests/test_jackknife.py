@@ -272,3 +272,14 @@ def test_normalised_ends_are_those_of_full_conformal_prediction():
     plus = fullcp.JackknifePlusRegressor(model, l2=0.5).conformalize(X, y).predict_interval(X_new, levels)
     full = fullcp.FullConformalRegressor(model, residuals="absolute", l2=0.5).conformalize(X, y)
     torch.testing.assert_close(plus.intervals, full.predict_interval(X_new, levels).intervals, rtol=1e-10, atol=1e-10)
+
+
+def test_settings_come_back_as_they_were_given(tmp_path):
+    torch.manual_seed(0)
+    X, y = torch.randn(40, 2), torch.randn(40)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    cp = fullcp.CVPlusRegressor(model, folds=2, epochs=2, learning_rate=(0.02, 0.01), l2=[0.1, 0.2, 0.3, 0.4])
+    cp.conformalize(X, y).save(tmp_path / "cv")
+    loaded = fullcp.CVPlusRegressor.load(tmp_path / "cv", model)
+    assert list(loaded.learning_rate) == [0.02, 0.01]
+    assert loaded.l2 == [0.1, 0.2, 0.3, 0.4]

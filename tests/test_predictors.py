@@ -136,7 +136,7 @@ def test_array_penalties_are_saved_in_full(tmp_path):
     cp = build("full, dual", l2=[0.1, 0.2, 0.3, 0.7])
     cp.save(tmp_path / "cp")
     loaded = fullcp.FullConformalRegressor.load(tmp_path / "cp", cp.model)
-    assert loaded.l2.tolist() == [0.1, 0.2, 0.3, 0.7]
+    assert loaded.l2 == [0.1, 0.2, 0.3, 0.7]
 
 
 class Checks(nn.Module):

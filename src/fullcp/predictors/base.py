@@ -38,7 +38,7 @@ from fullcp.joint import JointScores, read_scales
 from fullcp.memory import DEFAULT_MEMORY, parse_memory
 from fullcp.predictors.fingerprint import Fingerprint, alike
 from fullcp.predictors.result import PredictionIntervals
-from fullcp.predictors.settings import are_words, brief, kept_setting
+from fullcp.predictors.settings import brief, is_plain, kept_setting
 from fullcp.progress import track
 from fullcp.regions import Interval, bonferroni, rows_needed
 from fullcp.sources import Inputs
@@ -223,7 +223,7 @@ class Predictor(ABC):
         state, facts = self._state()
         params = dict(self._settings)
         for name, value in self._settings.items():
-            if value is not None and not isinstance(value, (str, int, float, bool)) and not are_words(value):
+            if not is_plain(value):
                 state[f"param.{name}"] = (
                     value if isinstance(value, Tensor) else torch.from_numpy(np.array(value, float))
                 )

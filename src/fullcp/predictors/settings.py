@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+_SHORT = 1000
+
 
 def kept_setting(value: Any) -> Any:
     """A copy of a setting that later changes do not reach."""
@@ -19,9 +21,11 @@ def kept_setting(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else deepcopy(value)
 
 
-def are_words(value: Any) -> bool:
-    """Whether a setting is a sequence of words, which JSON holds as it is."""
-    return isinstance(value, (list, tuple)) and all(isinstance(word, str) for word in value)
+def is_plain(value: Any) -> bool:
+    """Whether a setting is one that JSON holds as it is: a word, a number, or a short sequence of these (as a list)."""
+    if isinstance(value, (list, tuple)):
+        return len(value) <= _SHORT and all(is_plain(entry) and not isinstance(entry, (list, tuple)) for entry in value)
+    return value is None or type(value) in (str, int, float, bool)
 
 
 def brief(value: Any) -> str:
