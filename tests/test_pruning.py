@@ -120,6 +120,11 @@ def test_pruned_equals_dense(score, residuals, seed, N, D, kind, tail, levels, b
         expected = dense.intervals(phi, levels)
         assert torch.equal(pruned.intervals(phi, levels), expected)
         assert pruned.sets(phi, levels[0]) == dense.sets(phi, levels[0])
+        stack.enter_context(patch.object(engine_module, "_LIKE_LABELS", group))
+        f = torch.from_numpy(np.random.default_rng(seed).normal(size=(9, 1)))
+        ends = expected[:, :, 0, 0]
+        for r in (f.flip(0), e[torch.arange(9) % N, None], torch.where(ends.isfinite(), ends, 0.3)[:, 1:]):
+            assert torch.equal(pruned.p_values(phi, f, f + r), dense.p_values(phi, f, f + r))
 
 
 def test_rows_are_left_out():
@@ -136,6 +141,11 @@ def test_rows_are_left_out():
         assert 0 < pruned.curvature.asked < 3 * 0.1 * N  # by three groups
         assert torch.equal(found, dense.intervals(phi, LEVELS))
         assert dense.curvature.asked >= N
+        pruned.curvature.asked = 0
+        f, y = torch.zeros(300, 1).double(), torch.from_numpy(rng.standard_t(3, size=(300, 1)))
+        found = pruned.p_values(phi, f, y)
+        assert 0 < pruned.curvature.asked < 10 * 0.3 * N  # by ten groups
+        assert torch.equal(found, dense.p_values(phi, f, y))
 
 
 @settings(max_examples=300)

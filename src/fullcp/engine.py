@@ -18,6 +18,7 @@ from fullcp.regions import (
     Interval,
     absolute_p_values,
     absolute_rank,
+    rounding_room,
     signed_intervals,
     signed_p_values,
     signed_ranks,
@@ -29,6 +30,7 @@ Ranks = list[tuple[int, int]]
 
 # Test points at a time: of like leverage, so that one window serves them, and enough for products at full speed.
 _GROUP = {"cpu": 128, "cuda": 512}
+_LIKE_LEVERAGES, _LIKE_LABELS = 1024, 32  # for p-values: points of like leverage, and of these some with near labels
 _FEWEST_ROWS = 256  # below, bounds take longer than the products they spare
 _LARGEST_SHARE = 0.5  # of the rows: above, all of them in their order are had faster than those that remain
 _IN_FLIGHT = 6  # arrays of test x train numbers at a time
@@ -106,8 +108,13 @@ class Engine:
             return torch.stack([value(low, up, f[:, o], y[:, o]) for o, (low, up) in enumerate(pairs)], dim=1)
         p = torch.empty_like(y)
         for o in range(y.shape[1]):
-            for some in self._parts(torch.arange(len(y), device=y.device), len(self.e)):
-                p[some, o] = value(*self._changepoints(o, query.of_one, some), f[some, o], y[some, o])
+            for points, window in self._windows_of_labels(o, query.of_one.leverage[:, 0, 0], f[:, o], y[:, o]):
+                rows = None if window is None else window.rows
+                below = 0 if window is None else window.below[0]
+                others = (0, 0) if rows is None else (below, len(self.e) - len(rows) - below)
+                for some in self._parts(points, len(self.e) if rows is None else len(rows)):
+                    ends = self._changepoints(o, query.of_one, some, rows)
+                    p[some, o] = value(*ends, f[some, o], y[some, o], others)
         return p
 
     def score_lines(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,14 +152,32 @@ class Engine:
         if not self.prunes or not wanted:
             yield torch.arange(len(h), device=h.device), None
             return
+        order = torch.split(h.argsort(), _GROUP.get(h.device.type, _GROUP["cpu"]))
+        leverages = torch.stack([h[torch.stack([group[0], group[-1]])] for group in order]).tolist()
+        windows = self._sorted_rows(o).windows([(low, high) for low, high in leverages], wanted, self.memory // 8)
+        for group, window in zip(order, windows, strict=True):
+            yield group, None if len(window.rows) > _LARGEST_SHARE * N else window
+
+    def _windows_of_labels(self, o: int, h: Tensor, f: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Window | None]]:
+        """Groups of test points with labels near each other, each with the rows whose side of them is not certain."""
+        every = torch.arange(len(h), device=h.device)
+        if not self.prunes:
+            yield every, None
+            return
+        r = (y - f).abs() if self.residuals == "absolute" else y - f
+        z, room = r / (1 + h), 2 * rounding_room(f, y) / (1 + h)
+        for alike in torch.split(h.argsort(), _LIKE_LEVERAGES):
+            for group in torch.split(alike[z[alike].argsort()], _LIKE_LABELS):
+                ends = [h[group].min(), h[group].max(), (z - room)[group].min(), (z + room)[group].max()]
+                low, high, least, most = torch.stack(ends).tolist()
+                window = self._sorted_rows(o).around((low, high), (least, most))
+                yield group, None if len(window.rows) > _LARGEST_SHARE * len(self.e) else window
+
+    def _sorted_rows(self, o: int) -> SortedRows:
         if o not in self._sorted:
             e = self.e[:, o].abs() if self.residuals == "absolute" else self.e[:, o]
             self._sorted[o] = SortedRows(self.score, e, self.slack[:, o, o])
-        order = torch.split(h.argsort(), _GROUP.get(h.device.type, _GROUP["cpu"]))
-        leverages = torch.stack([h[torch.stack([group[0], group[-1]])] for group in order]).tolist()
-        windows = self._sorted[o].windows([(low, high) for low, high in leverages], wanted, self.memory // 8)
-        for group, window in zip(order, windows, strict=True):
-            yield group, None if len(window.rows) > _LARGEST_SHARE * N else window
+        return self._sorted[o]
 
     def _swept(self, o: int, query: Query, points: Tensor, ranks: Ranks) -> dict[int, list[list[Interval]]]:
         """The exact sets of points to which some row contributes two rays: no order statistic has their ends."""

@@ -8,7 +8,7 @@ that blocks of them have narrow bounds: blocks are looked at first, rows of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,12 +22,13 @@ from fullcp.memory import rows_within
 _BLOCK = 64  # rows in a block, at the least: the more rows, the larger, so that there are some sqrt(N) blocks
 _STRATA = (0.5, 0.8, 0.95, 0.99)  # rows of like leverages are together: one large leverage widens a block's bounds
 
+Thresholds = Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
 _ARRAYS = 20  # of test groups x rows at a time
 
 
 @dataclass(frozen=True)
 class Window:
-    """What remains of N rows for some order statistics.
+    """What remains of N rows for some order statistics, or labels.
 
     Attributes
     ----------
@@ -101,33 +102,46 @@ class SortedRows:
 
     def window(self, low: float, high: float, ranks: list[int]) -> Window:
         """The rows that can have one of the ranks (1 to N) at a test point of leverage in [low, high]."""
-        h = self.e.new_tensor(low), self.e.new_tensor(high)
-        below = torch.zeros(len(ranks), dtype=torch.long, device=self.device)
         wanted = torch.tensor(ranks, device=self.device)
+
+        def thresholds(low: Tensor, high: Tensor, counts: Tensor | None, below: Tensor) -> tuple[Tensor, Tensor]:
+            return _kth(low, counts, wanted - below), _kth(high, counts, wanted - below)
+
+        return self._window((low, high), thresholds, len(ranks))
+
+    def around(self, leverages: tuple[float, float], labels: tuple[float, float]) -> Window:
+        """The rows whose changepoints r_i / (1 + h) can lie in a range of labels: it is one threshold in `below`."""
+        v, w = (self.e.new_tensor([label]) for label in labels)
+        return self._window(leverages, lambda *_: (v, w), 1)
+
+    def _window(self, leverages: tuple[float, float], thresholds: Thresholds, count: int) -> Window:
+        """What remains between thresholds v and w, (K,), of blocks and then of their rows."""
+        h = self.e.new_tensor(leverages[0]), self.e.new_tensor(leverages[1])
+        below = torch.zeros(count, dtype=torch.long, device=self.device)
         bounds = changepoint_bounds(self.score, self.block_e, self.block_s, h)
-        inside, gone = _those_within(*bounds, self.counts, wanted)
+        inside, gone = _those_between(*bounds, self.counts, *thresholds(*bounds, self.counts, below))
         below += gone
         starts, counts = self.starts[inside], self.counts[inside]
         at = (starts.unsqueeze(1) + torch.arange(self.block, device=self.device)).flatten()
         if bool((counts < self.block).any()):
             at = at[(torch.arange(self.block, device=self.device) < counts.unsqueeze(1)).flatten()]
         e, s = self.e[at], self.s[at]
-        inside, gone = _those_within(*changepoint_bounds(self.score, (e, e), (s, s), h), None, wanted - below)
+        bounds = changepoint_bounds(self.score, (e, e), (s, s), h)
+        inside, gone = _those_between(*bounds, None, *thresholds(*bounds, None, below))
         below += gone
         return Window(self.order[at[inside]], below.tolist())
 
 
-def _those_within(low: Tensor, high: Tensor, counts: Tensor | None, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """Which entries can hold one of the ranks, a mask (n,), and how many of the others lie below each, (K,).
+def _those_between(low: Tensor, high: Tensor, counts: Tensor | None, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries can lie between some thresholds, a mask (n,), and how many of the others lie below each, (K,).
 
     Parameters
     ----------
     low, high : Tensor (n,)
         Bounds of each entry.
     counts : how many rows an entry stands for; None is one.
-    ranks : Tensor (K,)
+    v, w : Tensor (K,)
     """
-    v, w = _kth(low, counts, ranks), _kth(high, counts, ranks)
     beneath = high.unsqueeze(1) < v  # (n, K)
     inside = (~beneath & (low.unsqueeze(1) <= w)).any(1)
     left_out = beneath & ~inside.unsqueeze(1)
@@ -136,7 +150,7 @@ def _those_within(low: Tensor, high: Tensor, counts: Tensor | None, ranks: Tenso
 
 
 def _those_within_each(low: Tensor, high: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for several groups, whose bounds (g, n) are of one row an entry: (g, n) and (g, K)."""
+    """The same for several groups and their ranks, with bounds (g, n) of one row an entry: (g, n) and (g, K)."""
     v, w = (bounds.sort(1).values[:, ranks - 1].unsqueeze(1) for bounds in (low, high))  # (g, 1, K)
     inside = torch.zeros_like(low, dtype=torch.bool)
     for k in range(len(ranks)):

@@ -119,28 +119,33 @@ def _runs(member: NDArray[np.bool_], points: NDArray[np.float64]) -> list[Interv
     ]
 
 
-def absolute_p_values(left: Tensor, right: Tensor, f: Tensor, y: Tensor) -> Tensor:
+def absolute_p_values(left: Tensor, right: Tensor, f: Tensor, y: Tensor, others: tuple[int, int] = (0, 0)) -> Tensor:
     """(1 + #{i : y - f in S_i}) / (N + 1) for candidates y (m,): the label belongs to the set where p > alpha.
 
     A label within rounding of an end belongs to the set: the same changepoint from other products differs by that.
+    `others` are rows that are not among the changepoints: how many end before the label, and how many beyond it.
     """
     f, y, room = _columns_with_room(f, y)
     above, below = f + left <= y + room, y - room <= f + right
     inside = torch.where(left <= right, above & below, above | below)
-    return (1 + inside.sum(1)).double() / (left.shape[1] + 1)
+    return (1 + others[1] + inside.sum(1)).double() / (left.shape[1] + sum(others) + 1)
 
 
-def signed_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor) -> Tensor:
+def signed_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor, others: tuple[int, int] = (0, 0)) -> Tensor:
     """2 (1 + min(#{r_i <= y - f}, #{r_i >= y - f})) / (N + 1), at most 1, for candidates y (m,)."""
     f, y, room = _columns_with_room(f, y)
-    fewer = torch.minimum((f + lower <= y + room).sum(1), (f + upper >= y - room).sum(1))
-    return (2 * (1 + fewer).double() / (lower.shape[1] + 1)).clamp(max=1.0)
+    before, beyond = (f + lower <= y + room).sum(1) + others[0], (f + upper >= y - room).sum(1) + others[1]
+    return (2 * (1 + torch.minimum(before, beyond)).double() / (lower.shape[1] + sum(others) + 1)).clamp(max=1.0)
 
 
 def _columns_with_room(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Predictions, labels and what rounding may take, (m, 1) each."""
-    room = _ROUNDING * (y - f).abs() + 4 * torch.finfo(y.dtype).eps * (y.abs() + f.abs())
-    return f.unsqueeze(1), y.unsqueeze(1), room.unsqueeze(1)
+    return f.unsqueeze(1), y.unsqueeze(1), rounding_room(f, y).unsqueeze(1)
+
+
+def rounding_room(f: Tensor, y: Tensor) -> Tensor:
+    """How far from a label y a changepoint may lie and still count as on it."""
+    return _ROUNDING * (y - f).abs() + 4 * torch.finfo(y.dtype).eps * (y.abs() + f.abs())
 
 
 def bonferroni(level: Fraction, outputs: int) -> Fraction:
