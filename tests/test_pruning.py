@@ -283,3 +283,18 @@ class TestRecentRows:
         wanted = torch.arange(60)
         assert torch.equal(recent(wanted)[:, 0], wanted.double() * 10)
         assert recent.kept <= 10
+
+
+@pytest.mark.parametrize("residuals", RESIDUALS)
+@pytest.mark.parametrize("curvature", ["full", "kfac", "last_layer"])
+def test_the_informed_split_prunes_too(curvature, residuals):
+    """Its curvature is about calibration rows that come behind training rows, or in whitened coordinates."""
+    X, y = rows(900, 1)
+    X_new, y_new = rows(150, 2)
+    cp = fullcp.InformedSplitConformalRegressor(network(), curvature, residuals=residuals, l2=1.0)
+    cp.fit(X[:400], y[:400]).conformalize(X[400:], y[400:])
+    assert cp._engine.prunes
+    found, p = cp.predict_interval(X_new, [0.5, 0.9, 0.99]).intervals, cp.p_value(X_new, y_new)
+    with patch.object(cp._engine, "prunes", False):
+        torch.testing.assert_close(found, cp.predict_interval(X_new, [0.5, 0.9, 0.99]).intervals, rtol=1e-8, atol=0)
+        assert torch.equal(p, cp.p_value(X_new, y_new))
