@@ -222,13 +222,13 @@ def test_the_authors_scaling_by_hand():
 
 
 def test_synthetic_table_without_full_retraining(tmp_path):
-    methods = ("LA", "SCP", "ACP", "ACP-GN")
+    methods = ("LA", "SCP", "ACP", "ACP-GN", "informed", "jackknife+")
     said = ask(tmp_path, tables=(reproduction.SYNTHETIC,), datasets=None, methods=methods, seeds=2, epochs=150)
     rows = read_rows(tmp_path / "results" / "synthetic_fullcp.csv")
     assert [r["method"] for r in rows[::3]] == list(methods)
     assert {(r["repeats"], r["dataset"]) for r in rows} == {("2", "")}
     assert rows[0]["command"] == "fullcp reproduce --table synthetic_fullcp --epochs 150 --seeds 2"
-    assert any("synthetic_fullcp: 12 rows" in line for line in said)
+    assert any("synthetic_fullcp: 18 rows" in line for line in said)
 
 
 def test_synthetic_draws():

@@ -118,12 +118,12 @@ def _run_synthetic(request: Request, device: torch.device, say: Say) -> None:
     task = synthetic.Synthetic(request.run_dir, device, say, repeats=repeats, epochs=epochs)
     if request.stage in ("train", "all"):
         task.train()
-    methods = [m for m in synthetic.METHODS if request.methods is None or m in request.methods]
+    arms = [arm for arm in synthetic.ARMS if request.methods is None or arm.method in request.methods]
     if request.stage in ("evaluate", "all"):
-        task.evaluate(methods, request.memory)
+        task.evaluate(arms, request.memory)
     if request.stage in ("write", "all"):
         results = _results(request, say)
-        results.write_synthetic(repeats, epochs, methods)
+        results.write_synthetic(repeats, epochs, arms)
         results.write_training(task.store)
 
 

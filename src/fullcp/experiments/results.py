@@ -70,12 +70,11 @@ class Results:
         of = {"table": table, "dataset": protocol.dataset, "n": shape[0], "inputs": shape[1]}
         options = "" if protocol.epochs == protocol_of(protocol.dataset).epochs else f" --epochs {protocol.epochs}"
         options += "" if self.scaling == "training" else f" --scaling {self.scaling}"
-        self._write(table, protocol.dataset, _rows(of, lines, [(arm.name, arm) for arm in arms], options))
+        self._write(table, protocol.dataset, _rows(of, lines, arms, options))
 
-    def write_synthetic(self, repeats: int, epochs: int, methods: Sequence[str]) -> None:
+    def write_synthetic(self, repeats: int, epochs: int, arms: Sequence[Arm]) -> None:
         """The comparison with full conformal prediction."""
         lines = [line for line in line_file(self.run_dir, synthetic.NAME).read() if int(line["repeat"]) < repeats]
-        arms = [(synthetic.arm_name(m), Arm(m, score="standard", share=50 if m == "SCP" else 0)) for m in methods]
         of = {"table": synthetic.TABLE, "dataset": "", "n": "", "inputs": ""}
         options = "" if epochs == synthetic.EPOCHS else f" --epochs {epochs}"
         self._write(synthetic.TABLE, "", _rows(of, lines, arms, options))
@@ -138,13 +137,13 @@ def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, st
     return rows
 
 
-def _rows(of: Row, lines: Sequence[Values], arms: Sequence[tuple[str, Arm]], options: str) -> list[Row]:
+def _rows(of: Row, lines: Sequence[Values], arms: Sequence[Arm], options: str) -> list[Row]:
     """`options` are those that the command has beyond table, data set and seeds."""
     found: list[Row] = []
     words = ["fullcp reproduce --table", of["table"], *(["--datasets", of["dataset"]] if of["dataset"] else [])]
     command = " ".join(words) + options
-    for name, arm in arms:
-        for summary in summarise([line for line in lines if line["method"] == name]):
+    for arm in arms:
+        for summary in summarise([line for line in lines if line["method"] == arm.name]):
             row = {
                 **of,
                 "method": arm.method,

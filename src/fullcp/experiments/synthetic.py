@@ -17,9 +17,12 @@ from fullcp.experiments.lines import LineFile
 from fullcp.experiments.measure import COLUMNS, measure
 from fullcp.experiments.provenance import commit, device_name
 from fullcp.experiments.store import RunFolder, Stored
+from fullcp.experiments.uci_methods import Arm
 from fullcp.predictors import (
     FullConformalRegressor,
     GridFullConformalRegressor,
+    InformedSplitConformalRegressor,
+    JackknifePlusRegressor,
     LaplaceRegressor,
     RetrainedFullConformalRegressor,
     SplitConformalRegressor,
@@ -110,48 +113,58 @@ class Synthetic:
             )
         self.say(f"{NAME}: trained in {entry['seconds']} s")
 
-    def evaluate(self, methods: Sequence[str], memory: str) -> None:
+    def evaluate(self, arms: Sequence[Arm], memory: str) -> None:
         """Each method on each data set."""
         done = {(int(line["fold"]), line["method"]) for line in self.lines.read()}
         where = {"device": device_name(self.device), "commit": commit()}
-        todo = [(s, name) for s in range(self.repeats) for name in methods if (s, arm_name(name)) not in done]
+        todo = [(s, arm) for s in range(self.repeats) for arm in arms if (s, arm.name) not in done]
         if todo:
-            self.say(f"{NAME}: {len(todo)} evaluations of {', '.join(methods)}")
-        for seed, name in track(todo, NAME, len(todo)):
+            self.say(f"{NAME}: {len(todo)} evaluations of {', '.join(arm.method for arm in arms)}")
+        for seed, arm in track(todo, NAME, len(todo)):
             train, (X, y) = draw(seed)
-            lines = measure(lambda seed=seed, name=name, train=train: self._make(name, seed, train, memory), X, y)  # type: ignore[misc]
-            of = {"fold": seed, "repeat": seed, "method": arm_name(name), **where}
+            lines = measure(lambda seed=seed, arm=arm, train=train: self._make(arm, seed, train, memory), X, y)  # type: ignore[misc]
+            of = {"fold": seed, "repeat": seed, "method": arm.name, **where}
             self.lines.append([{**of, **line} for line in lines])
 
-    def _make(self, name: str, seed: int, train: Part, memory: str) -> Predictor:
-        role = "fit-50" if name == "SCP" else "full"
+    def _make(self, arm: Arm, seed: int, train: Part, memory: str) -> Predictor:
+        role = f"fit-{arm.share}" if arm.share else "full"
         stored = self.store.cached(role)
         at = stored.places()[seed]
         model = _network()
         torch.nn.utils.vector_to_parameters(stored.theta[at], model.parameters())
         model.to(self.device)
         l2, noise = stored.l2[at].numpy(), float(stored.noise[at])
-        if name == "LA":
-            return LaplaceRegressor(model, "full", l2, noise=noise).fit(*train)
-        if name == "SCP":
-            _, cal = _halves()
-            return SplitConformalRegressor(model).conformalize(train[0][cal], train[1][cal])
-        if name == "ACP-GN":
-            return FullConformalRegressor(model, "full", "standard", "signed", l2).conformalize(*train)
-        if name == "ACP":
-            return GridFullConformalRegressor(model, "full", "signed", l2, candidates=200).conformalize(*train)
+        fit, cal = (tuple(part[rows] for part in train) for rows in _halves())
+        match arm.method:
+            case "LA":
+                return LaplaceRegressor(model, "full", l2, noise=noise).fit(*train)
+            case "SCP":
+                return SplitConformalRegressor(model).conformalize(*cal)
+            case "ACP-GN":
+                return FullConformalRegressor(model, "full", arm.score, "signed", l2).conformalize(*train)
+            case "ACP":
+                return GridFullConformalRegressor(model, "full", "signed", l2, candidates=200).conformalize(*train)
+            case "informed":
+                cp = InformedSplitConformalRegressor(model, "full", arm.score, "signed", l2)
+                return cp.fit(*fit).conformalize(*cal)
+            case "jackknife+":
+                return JackknifePlusRegressor(model, "full", l2=l2).conformalize(*train)
         return RetrainedFullConformalRegressor(
             model, "signed", l2, candidates=50, epochs=self.epochs, learning_rate=RATES, seed=seed, memory=memory
         ).conformalize(*train)
 
 
-METHODS = ("LA", "SCP", "FCP", "ACP", "ACP-GN")
-
-
-def arm_name(method: str) -> str:
-    """As `Arm.name` of the UCI tables."""
-    score = "" if method in ("LA", "SCP") else "standard"
-    return "|".join([method, "full", score, "50" if method == "SCP" else "0"])
+# The paper's five, then ours; scores and residuals of all are those that the paper takes here.
+ARMS = (
+    Arm("LA"),
+    Arm("SCP", share=50),
+    Arm("FCP", score="standard"),
+    Arm("ACP", score="standard"),
+    Arm("ACP-GN", score="standard"),
+    Arm("informed", score="standard", share=50),
+    Arm("jackknife+"),
+)
+METHODS = tuple(arm.method for arm in ARMS)
 
 
 def _network() -> nn.Module:

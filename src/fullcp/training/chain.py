@@ -152,6 +152,8 @@ def _apply(step: _Linear | Activation, theta: Tensor, a: Tensor, out: Tensor | N
     W = step.weights_of(theta)
     if step.bias is None:
         return torch.bmm(a, W.mT, out=out)
+    if step.inputs == 1:  # a thin product takes 20 times longer than writing its result down
+        return torch.addcmul(theta[:, None, step.bias], a, W.mT, out=out)
     return torch.baddbmm(theta[:, None, step.bias], a, W.mT, out=out)
 
 
