@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from matplotlib.colors import to_rgb
 from fullcp import plots
 from fullcp.data import drawn_boxes, overlap
 from fullcp.evaluation import validity_band
-from fullcp.experiments import box_networks, boxes
+from fullcp.experiments import box_networks, box_tables, boxes, reproduction
 from fullcp.experiments.box_networks import Plan, load_trained, split_of, train_seeds
 from fullcp.experiments.box_views import View, view_seed
 from fullcp.experiments.boxes import BoxRow, evaluate_seed, run, summarise
+from fullcp.experiments.results import TRAINING_COLUMNS, read_rows
 from fullcp.vision import Recipe, small_backbone
 
 DATA = drawn_boxes(400, size=24, seed=0)
@@ -41,6 +43,9 @@ KINDS = {
     ("ACP-GN (split + refine)", "max"),
     ("ACP-GN (split + refine, own l2)", "bonferroni"),
     ("ACP-GN (split + refine, own l2)", "max"),
+    ("informed", "bonferroni"),
+    ("informed", "max"),
+    ("jackknife+", "bonferroni"),
 }
 
 
@@ -58,7 +63,7 @@ def test_every_method_has_its_rows(done):
     _, rows = done
     assert {(row.method, row.joint) for row in rows} == KINDS
     for row in rows:
-        assert (row.table == "all") == (row.method in ("ACP-GN", "LA"))
+        assert (row.table == "all") == (row.method in ("ACP-GN", "LA", "jackknife+"))
         assert row.test_rows == 80
         assert row.rows == {"all": 320, "bbox": 80, "bbox_50": 160}[row.table]
         assert 0 < row.volume < float("inf")
@@ -67,7 +72,7 @@ def test_every_method_has_its_rows(done):
         assert row.accuracy > 0.8
         assert row.mean_overlap > (0.25 if row.table == "all" else 0.05)
     by = {(row.seed, row.table, row.method, row.joint, row.level): row for row in rows}
-    assert len(by) == len(rows) == 2 * len(LEVELS) * (3 + 2 * 11)
+    assert len(by) == len(rows) == 2 * len(LEVELS) * (4 + 2 * 13)
     for (seed, table, method, joint, level), row in by.items():
         if level == 0.8:
             assert row.volume < by[seed, table, method, joint, 0.9].volume
@@ -189,7 +194,16 @@ def test_splits_of_a_seed():
 def row(**changes):
     about = {"localization_error": 0.1, "mean_overlap": 0.7, "accuracy": 0.99, "train_seconds": 1.0, "seconds": 1.0}
     base = {"table": "bbox", "seed": 0, "method": "SCP", "joint": "max", "level": 0.9, "volume": 1.0, **about}
-    more = {"volume_in_image": 0.1, "coverage": 0.9, "infinite_share": 0.0, "rows": 737, "test_rows": 737}
+    more = {
+        "share": 0.25,
+        "device": "cpu",
+        "commit": "0",
+        "volume_in_image": 0.1,
+        "coverage": 0.9,
+        "infinite_share": 0.0,
+        "rows": 737,
+        "test_rows": 737,
+    }
     return BoxRow(**{**base, **more, **changes})
 
 
@@ -267,6 +281,68 @@ def test_region_is_drawn_where_it_is():
 def command(*arguments, folder):
     line = [sys.executable, "-W", "ignore", "-m", "fullcp", "boxes", *arguments]
     return subprocess.run(line, capture_output=True, text=True, cwd=folder, check=False, timeout=300)
+
+
+def test_the_tables_of_the_paper_by_one_request(tmp_path, monkeypatch):
+    """`fullcp reproduce --table bbox`, on drawn images in place of photographs."""
+    monkeypatch.setattr(box_tables, "read_images", lambda images: DATA)
+    monkeypatch.setattr(box_tables, "read_backbone", lambda weights: small_backbone())
+    monkeypatch.setattr(box_tables, "balanced", lambda backbone, data, device: lambda: backbone)
+    monkeypatch.setattr(box_tables.Photographs, "plan", lambda self, epochs: replace(FROZEN, recipe=Recipe(epochs=4)))
+    monkeypatch.setattr(boxes, "_EPOCHS", 5)
+    nothing = dict.fromkeys(("datasets", "methods", "epochs"))
+    where = {"device": "cpu", "memory": "1GB", "run_dir": tmp_path / "runs", "output": tmp_path / "results"}
+    photographs = box_tables.Photographs(frozen=True)
+    said = []
+
+    def ask(stage, **changes):
+        asked = {"tables": box_tables.TABLES, "seeds": 2, "photographs": photographs, "stage": stage}
+        reproduction.run(reproduction.Request(**{**nothing, **where, **asked, **changes}), said.append)
+
+    ask("write")
+    assert said == [f"{name}: nothing is evaluated of it yet" for name in box_tables.FROZEN]
+    ask("train")
+    ask("evaluate")
+    ask("write")
+    rows = {name: read_rows(tmp_path / "results" / f"{name}.csv") for name in box_tables.FROZEN}
+    seeds = [
+        row for seed in range(2) for row in boxes.evaluated(tmp_path / "runs" / "boxes_frozen", seed, boxes.LEVELS)
+    ]
+    for name, share in zip(box_tables.FROZEN, ("25", "50")):
+        assert len(rows[name]) == 3 * len(KINDS)
+        for row in rows[name]:
+            method, joint = row["method"].removesuffix(", max"), "max" if row["method"].endswith(", max") else None
+            own = [
+                r
+                for r in seeds
+                if r.method == method
+                and (r.joint == "max") == (joint == "max")
+                and r.level == float(row["level"]) / 100
+                and r.table in (name.removesuffix("_frozen"), "all")
+            ]
+            assert float(row["size"]) == pytest.approx(100 * np.mean([r.volume for r in own]), rel=1e-5)
+            if np.isfinite(float(row["size"])):
+                error = np.std([r.volume for r in own], ddof=1) / 2**0.5
+                assert float(row["size_se"]) == pytest.approx(100 * error, rel=0.01, abs=1e-9)
+            assert float(row["coverage"]) == pytest.approx(100 * np.mean([r.coverage for r in own]), abs=1e-3)
+            assert row["calibration"] == ("0" if method in ("ACP-GN", "LA", "jackknife+") else share)
+            assert (
+                row["command"]
+                == f"fullcp reproduce --table {name.removesuffix('_frozen')} --frozen --epochs 4 --seeds 2"
+            )
+    (cost,) = read_rows(tmp_path / "results" / "training.csv", TRAINING_COLUMNS)
+    assert (cost["dataset"], cost["networks"], cost["roles"]) == ("boxes_frozen", "6", "full fit-25 fit-50")
+    with pytest.raises(ValueError, match="methods: tables of boxes"):
+        ask("write", methods=("SCP",))
+
+
+def test_weights_that_are_nowhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("FULLCP_DATA", str(tmp_path))
+    with pytest.raises(OSError, match=rf"weights of VGG-19 are missing.*which is {tmp_path}"):
+        box_tables.read_backbone(None)
+    monkeypatch.delenv("FULLCP_DATA")
+    with pytest.raises(OSError, match="weights of VGG-19 are missing"):
+        box_tables.read_backbone(None)
 
 
 def test_command(tmp_path):

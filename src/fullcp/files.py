@@ -51,18 +51,31 @@ def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def read_file(path: str | Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Header and tensors of a file that `write_file` made."""
+    with _opened(path, str(device)) as file:
+        return _header(path, file), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+
+
+def read_header(path: str | Path) -> dict[str, Any]:
+    """The header alone."""
+    with _opened(path, "cpu") as file:
+        return _header(path, file)
+
+
+def _opened(path: str | Path, device: str) -> Any:
     try:
-        with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return safe_open(os.fspath(path), framework="pt", device=device)
     except SafetensorError as error:
         raise ValueError(f"path is no fullcp file: {path} ({error})") from error
+
+
+def _header(path: str | Path, file: Any) -> dict[str, Any]:
+    metadata = file.metadata() or {}
     if _KEY not in metadata:
         raise ValueError(f"path is no fullcp file: {path}")
-    header = json.loads(metadata[_KEY])
+    header: dict[str, Any] = json.loads(metadata[_KEY])
     if header["format"] != _FORMAT:
         raise ValueError(f"path is in format {header['format']}, this version of fullcp reads {_FORMAT}: {path}")
-    return header, tensors
+    return header
 
 
 def _umask() -> int:

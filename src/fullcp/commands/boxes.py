@@ -25,7 +25,10 @@ def boxes(
         Path | None,
         typer.Option(help="Folder of the Oxford-IIIT Pet data, or a packed file; without it FULLCP_DATA is looked in."),
     ] = None,
-    weights: Annotated[Path | None, typer.Option(help="Weights of VGG-19: safetensors, or torchvision's file.")] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Weights of VGG-19: safetensors, or torchvision's file; FULLCP_DATA is looked in."),
+    ] = None,
     drawn: Annotated[
         int, typer.Option(min=0, help="Draw this many small images in place of photographs; a tiny network is trained.")
     ] = 0,
@@ -69,7 +72,7 @@ def boxes(
         for seed in range(seeds):
             rows += evaluate_seed(data, output, seed, device=device or _best_device())
         view = view_seed(data, output, 0, device=device or _best_device()) if pictures else None
-    except (ValueError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     summary = summarise(rows)
     write_csv(output / "boxes_seeds.csv", [row.as_dict() for row in rows])
@@ -114,15 +117,11 @@ def draw(data: BoxImages, view: Any, folder: Path) -> list[Path]:
 
 
 def _photographs(images: Path | None, weights: Path | None) -> tuple[BoxImages, Callable[[], nn.Module], int]:
-    from fullcp.data import load_packed, load_pets
-    from fullcp.vision import balance, load_vgg19, normalized
+    from fullcp.experiments.box_tables import balanced, read_backbone, read_images
 
-    if weights is None:
-        raise ValueError("weights of VGG-19 are missing: pass --weights")
-    made = load_vgg19(weights)  # before images are read, which takes longer
-    data = load_packed(images) if images is not None and images.is_file() else load_pets(images)
-    made = balance(made.to(_best_device()), normalized(data.images[:16].to(_best_device())))
-    return data, lambda: made, 7
+    backbone = read_backbone(weights)  # before images are read, which takes longer
+    data = read_images(images)
+    return data, balanced(backbone, data, _best_device()), 7
 
 
 def _drawn(count: int) -> tuple[BoxImages, Callable[[], nn.Module], int]:

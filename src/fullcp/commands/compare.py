@@ -33,15 +33,17 @@ def compare(
     """Print each table with our figures, the paper's, and their difference in standard errors."""
     from fullcp.experiments import claims, comparison
     from fullcp.experiments.authors_scaling import SCALINGS
-    from fullcp.experiments.reproduction import SYNTHETIC
+    from fullcp.experiments.box_tables import FROZEN
+    from fullcp.experiments.reproduction import BOXES, SYNTHETIC
     from fullcp.experiments.tables import TABLES
     from fullcp.inputs import check_choice
 
+    every = (*TABLES, SYNTHETIC, *BOXES, *FROZEN)
     try:
         for name in table or ():
-            check_choice("table", name, (*TABLES, SYNTHETIC))
+            check_choice("table", name, every)
         check_choice("scaling", scaling, SCALINGS)
-        rows = comparison.read_results(results, table or (*TABLES, SYNTHETIC), scaling)
+        rows = comparison.read_results(results, table or every, scaling)
     except (ValueError, OSError) as error:
         notes.print(f"fullcp: {error}", style="red", markup=False)
         sys.exit(1)

@@ -21,8 +21,8 @@ def reproduce(
     table: Annotated[
         list[str],
         typer.Option(
-            help="Table: main, extra, main_25, extra_25, extra_acp, uci_kfac, uci_lastlayer, synthetic_fullcp; or "
-            "calibration_share, for the figure."
+            help="Table: main, extra, main_25, extra_25, extra_acp, uci_kfac, uci_lastlayer, synthetic_fullcp, bbox, "
+            "bbox_50; or calibration_share, for the figure."
         ),
     ],
     datasets: Annotated[list[str] | None, typer.Option(help="Data sets of the table; all unless given.")] = None,
@@ -39,9 +39,18 @@ def reproduce(
     scaling: Annotated[
         str, typer.Option(help="training, or authors: their scaling mistake, made to see what it explains.")
     ] = "training",
+    images: Annotated[
+        Path | None,
+        typer.Option(help="bbox: folder of the Oxford-IIIT Pet data, or a packed file; FULLCP_DATA unless given."),
+    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="bbox: weights of VGG-19; FULLCP_DATA unless given.")] = None,
+    frozen: Annotated[
+        bool, typer.Option("--frozen", help="bbox: train heads alone; the tables are then called bbox_frozen, ...")
+    ] = False,
 ) -> None:
     """Train the networks of a table as ensembles, evaluate every method on them, write the table."""
     from fullcp.experiments import reproduction
+    from fullcp.experiments.box_tables import Photographs
 
     start = time.perf_counter()
     request = reproduction.Request(
@@ -56,11 +65,12 @@ def reproduce(
         output=output,
         memory=memory,
         scaling=scaling,
+        photographs=Photographs(images, weights, frozen),
     )
     try:
         reproduction.run(
             request, say=lambda text: notes.print(f"[{time.perf_counter() - start:7.1f} s] {text}", markup=False)
         )
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         notes.print(f"fullcp: {error}", style="red", markup=False)
         sys.exit(1)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fullcp.data import BoxImages, Standardizer, halves, random_splits
-from fullcp.files import read_file, write_file
+from fullcp.experiments.provenance import commit, device_name
+from fullcp.files import read_file, read_header, write_file
 from fullcp.predictors.fingerprint import Fingerprint
 from fullcp.vision import Detector, Recipe, apply_heads, finetune, outputs, pooled_features, seeded, train_heads
 
@@ -134,7 +135,7 @@ def train_seeds(
     boxes, classes = data.boxes.to(device), data.classes.to(device)
     if images is not None:
         for seed in missing:
-            _save(folder, seed, plan, data, _finetuned(plan, backbone, images, boxes, classes, seed))
+            _save(folder, seed, plan, data, _finetuned(plan, backbone, images, boxes, classes, seed), device)
             yield seed
         return
     features, flipped = _features(plan, backbone, data, folder, device)
@@ -145,7 +146,7 @@ def train_seeds(
             for seed, trained in _frozen(plan, features, flipped, boxes, classes, group, share).items():
                 made[seed][share] = trained
         for seed in group:
-            _save(folder, seed, plan, data, made[seed])
+            _save(folder, seed, plan, data, made[seed], device)
             yield seed
 
 
@@ -173,7 +174,7 @@ def _is_there(folder: Path, seed: int, plan: Plan, data: BoxImages) -> bool:
     path = _path(folder, seed)
     if not path.is_file():
         return False
-    header, _ = read_file(path, torch.device("cpu"))
+    header = read_header(path)
     if header["plan"] != plan.facts() or header["images"] != _digest(data):
         found = {key: value for key, value in header["plan"].items() if plan.facts()[key] != value}
         what = ", ".join(f"{key}={value!r}" for key, value in found.items()) or "other images"
@@ -181,14 +182,26 @@ def _is_there(folder: Path, seed: int, plan: Plan, data: BoxImages) -> bool:
     return True
 
 
-def _save(folder: Path, seed: int, plan: Plan, data: BoxImages, parts: dict[float, Trained]) -> None:
+def training_facts(folder: Path, seed: int) -> dict[str, Any]:
+    """What a seed's file says of its training: plan, seconds a share, device, commit."""
+    return read_header(_path(folder, seed))
+
+
+def _save(
+    folder: Path, seed: int, plan: Plan, data: BoxImages, parts: dict[float, Trained], device: torch.device
+) -> None:
     tensors, names = {}, ("z", "weight", "bias", "logits", "center", "scale")
     for i, share in enumerate(plan.parts):
         tensors.update({f"{i}.{name}": getattr(parts[share], name).cpu() for name in names})
-    seconds = [parts[share].seconds for share in plan.parts]
-    write_file(
-        _path(folder, seed), tensors, {"plan": plan.facts(), "images": _digest(data), "seconds": seconds, "seed": seed}
-    )
+    facts = {
+        "plan": plan.facts(),
+        "images": _digest(data),
+        "seconds": [parts[share].seconds for share in plan.parts],
+        "seed": seed,
+        "device": device_name(device),
+        "commit": commit(),
+    }
+    write_file(_path(folder, seed), tensors, facts)
 
 
 def _digest(data: BoxImages) -> str:

@@ -22,10 +22,14 @@ from fullcp.curvature import jacobian_for
 from fullcp.data import BoxImages, overlap
 from fullcp.evaluation import joint_coverage, validity_band, volume
 from fullcp.experiments.box_networks import Plan, Split, Trained, load_trained, split_of, train_seeds
+from fullcp.experiments.provenance import commit, device_name
+from fullcp.experiments.summary import Mean
 from fullcp.features import FeatureRows
 from fullcp.predictors import (
     ConformalizedQuantileRegressor,
     FullConformalRegressor,
+    InformedSplitConformalRegressor,
+    JackknifePlusRegressor,
     LaplaceRegressor,
     NormalizedSplitConformalRegressor,
     Predictor,
@@ -54,9 +58,11 @@ class BoxRow:
     joint : "bonferroni", "max" or "ellipsoid".
     volume : mean volume of the regions, with corners in units of their standard deviation over the training rows.
     volume_in_image : the same with corners as shares of the image's sides.
+    share : of training rows that calibrate; 0 for methods that keep none back.
     rows : how many rows calibrate; all training rows for methods that keep none back.
     localization_error : share of boxes that overlap the true one by less than half of their union.
     accuracy : share of cats and dogs told apart.
+    device, commit : of the evaluation.
     """
 
     table: str
@@ -68,6 +74,7 @@ class BoxRow:
     volume_in_image: float
     coverage: float
     infinite_share: float
+    share: float
     rows: int
     test_rows: int
     localization_error: float
@@ -75,6 +82,8 @@ class BoxRow:
     accuracy: float
     train_seconds: float
     seconds: float
+    device: str
+    commit: str
 
     def as_dict(self) -> dict[str, Any]:
         """The row as a dictionary."""
@@ -144,24 +153,35 @@ def evaluate_seed(
     device: torch.device | str = "cpu",
 ) -> list[BoxRow]:
     """The rows of one trained seed, from the folder where it was evaluated before."""
-    path = folder / f"seed_{seed:03d}.json"
-    if path.is_file():
-        kept = [BoxRow(**row) for row in json.loads(path.read_text())]
-        if {row.level for row in kept} == set(levels):
-            return kept
+    kept = evaluated(folder, seed, levels)
+    if kept:
+        return kept
     plan, trained = load_trained(folder, seed, device)
+    where = {"device": device_name(torch.device(device)), "commit": commit()}
     rows: list[BoxRow] = []
     for table, share, part, network, regions in regions_of(data, plan, trained, seed, levels):
         split = split_of(len(data), seed, share, plan.test_share)
         train = torch.cat([split.fit, split.cal])
         units = data.boxes[train].double().std(0, correction=0)
-        about = _about(data, split.test, part, network)
+        about = {**_about(data, split.test, part, network), "share": share, **where}
         for region, seconds in regions:
             rows += _rows_of(region, table, seed, levels, part, network.scale.cpu().double(), units, about, seconds)
+    path = _path(folder, seed)
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps([row.as_dict() for row in rows]))
     temporary.replace(path)
     return rows
+
+
+def evaluated(folder: Path, seed: int, levels: Sequence[float]) -> list[BoxRow]:
+    """The rows that `evaluate_seed` wrote for these levels; none where it did not."""
+    path = _path(folder, seed)
+    kept = [BoxRow(**row) for row in json.loads(path.read_text())] if path.is_file() else []
+    return kept if {row.level for row in kept} == set(levels) else []
+
+
+def _path(folder: Path, seed: int) -> Path:
+    return folder / f"seed_{seed:03d}.json"
 
 
 def summarise(rows: Sequence[BoxRow]) -> list[dict[str, Any]]:
@@ -180,9 +200,8 @@ def summarise(rows: Sequence[BoxRow]) -> list[dict[str, Any]]:
         means = {}
         names = ("volume", "coverage", "volume_in_image", "localization_error", "mean_overlap", "accuracy")
         for name in names:
-            values = np.array([getattr(row, name) for row in group])
-            means[name] = float(values.mean())
-            means[f"{name}_se"] = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+            mean = Mean.of([getattr(row, name) for row in group], [row.seed for row in group])
+            means[name], means[f"{name}_se"] = mean.value, mean.error
         found.append(
             {
                 "table": table,
@@ -191,6 +210,11 @@ def summarise(rows: Sequence[BoxRow]) -> list[dict[str, Any]]:
                 "level": level,
                 "seeds": len(group),
                 **means,
+                "share": group[0].share,
+                "rows": group[0].rows,
+                "seconds": float(np.mean([row.seconds for row in group])),
+                "device": " + ".join(dict.fromkeys(row.device for row in group)),
+                "commit": " + ".join(dict.fromkeys(row.commit for row in group)),
                 "infinite_share": float(np.mean([row.infinite_share for row in group])),
                 "valid": bool(low <= means["coverage"] <= high),
                 "band_low": low,
@@ -239,6 +263,8 @@ def _full_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     rows = len(part.fit[0])
     settings: dict[str, Any] = {"curvature": "last_layer", "l2": float(tuning.l2[0]), "memory": _MEMORY}
     yield from _both_ways("ACP-GN", FullConformalRegressor(part.head, **settings).conformalize(*part.fit), part, levels)
+    jackknife = JackknifePlusRegressor(part.head, **settings).conformalize(*part.fit)
+    yield from _regions("jackknife+", jackknife, part, levels, ["bonferroni"])
     la = LaplaceRegressor(part.head, noise=tuning.noise, **settings).fit(*part.fit)
     z, y = part.test
     # The rectangle around an ellipsoid: where one coordinate alone reaches the radius.
@@ -266,10 +292,18 @@ def _split_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     for name, l2 in (("ACP-GN (split + refine)", outer), ("ACP-GN (split + refine, own l2)", own)):
         cp = RefinedSplitConformalRegressor(head, l2=l2, **settings).conformalize(*cal)
         yield from _both_ways(name, cp, part, levels)
+    informed = InformedSplitConformalRegressor(head, l2=own, **settings).fit(*part.fit).conformalize(*cal)
+    yield from _both_ways("informed", informed, part, levels)
 
 
 def _both_ways(method: str, cp: Predictor, part: Part, levels: Sequence[float]) -> Iterator[Region]:
-    for joint in ("bonferroni", "max"):
+    yield from _regions(method, cp, part, levels, ["bonferroni", "max"])
+
+
+def _regions(
+    method: str, cp: Predictor, part: Part, levels: Sequence[float], joints: Sequence[str]
+) -> Iterator[Region]:
+    for joint in joints:
         yield Region(method, joint, cp.n_rows_, cp.predict_interval(part.test[0], list(levels), joint=joint).intervals)
 
 
@@ -345,7 +379,7 @@ def _rows_of(
     part: Part,
     scale: Tensor,
     units: Tensor,
-    about: dict[str, float],
+    about: dict[str, Any],
     seconds: float,
 ) -> Iterator[BoxRow]:
     """A row a level; `scale` is the network's unit of a corner, `units` the one that volumes are told in."""

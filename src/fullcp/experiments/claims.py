@@ -72,11 +72,27 @@ def _ordering_on_synthetic(rows: Sequence[Values]) -> Iterable[Verdict]:
             yield Verdict(f"FCP, ACP, ACP-GN from narrow to wide on synthetic data at {level} %", holds, numbers)
 
 
+def _order_of_boxes(rows: Sequence[Values]) -> Iterable[Verdict]:
+    """Main text: split + refine and ACP-GN give the smallest volumes, and SCP-GN improves over SCP."""
+    for table in dict.fromkeys(r["table"] for r in rows if r["table"].startswith("bbox")):
+        own = {r["method"]: r for r in _of(rows, table, "", "90")}
+        sizes = {m: _width(own[m]) for m in PAPER_METHODS if m in own}
+        if len(sizes) == len(PAPER_METHODS):
+            order = sorted(sizes, key=lambda m: sizes[m])
+            numbers = ", ".join(f"{m} {sizes[m]:.4g}" for m in order)
+            best = {"ACP-GN", "ACP-GN (split + refine)"}
+            yield Verdict(
+                f"{table}: smallest volumes by ACP-GN and split + refine at 90 %", set(order[:2]) == best, numbers
+            )
+            yield Verdict(f"{table}: SCP-GN below SCP at 90 %", sizes["SCP-GN"] < sizes["SCP"], numbers)
+
+
 _CHECKS: tuple[Callable[[Sequence[Values]], Iterable[Verdict]], ...] = (
     _narrowest_on_few_rows,
     _refinement_restores_validity,
     _leverage_beats_residual_fit,
     _ordering_on_synthetic,
+    _order_of_boxes,
 )
 
 

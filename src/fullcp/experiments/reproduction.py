@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from fullcp.data import DATASETS, DataUnavailableError, Table, load_dataset
-from fullcp.experiments import synthetic
+from fullcp.experiments import box_tables, synthetic
 from fullcp.experiments.authors_scaling import SCALINGS
+from fullcp.experiments.box_tables import BoxTables, Photographs
 from fullcp.experiments.protocol import protocol_of
 from fullcp.experiments.results import Results
 from fullcp.experiments.store import RunFolder
@@ -23,11 +24,17 @@ from fullcp.training import Schedule
 
 STAGES = ("train", "evaluate", "write", "all")
 SYNTHETIC = synthetic.TABLE
+BOXES = box_tables.TABLES
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `fullcp reproduce` was asked for; None is all there is, or the paper's number."""
+    """What `fullcp reproduce` was asked for; None is all there is, or the paper's number.
+
+    Attributes
+    ----------
+    photographs : for the tables of boxes, which have all methods and no data sets to choose.
+    """
 
     tables: tuple[str, ...]
     datasets: tuple[str, ...] | None
@@ -40,6 +47,7 @@ class Request:
     output: Path
     memory: str
     scaling: str = "training"
+    photographs: Photographs = field(default_factory=Photographs)
 
     def specs(self) -> list[TableSpec]:
         """The tables asked for."""
@@ -48,13 +56,15 @@ class Request:
     def check(self) -> None:
         """Refuse what there is not, before anything runs."""
         for name in self.tables:
-            check_choice("table", name, (*SPECS, SYNTHETIC))
+            check_choice("table", name, (*SPECS, SYNTHETIC, *BOXES))
         for name in self.datasets or ():
             check_choice("datasets", name, tuple(DATASETS))
             if not any(name in spec.datasets for spec in self.specs()):
                 raise ValueError(f"datasets: {name} is in no table of {', '.join(self.tables)}")
         for name in self.methods or ():
             check_choice("methods", name, tuple(dict.fromkeys([*METHODS, *synthetic.METHODS])))
+        if self.methods is not None and set(BOXES) & set(self.tables):
+            raise ValueError(f"methods: tables of boxes ({', '.join(BOXES)}) have all of them; ask for those alone")
         check_choice("stage", self.stage, STAGES)
         check_choice("scaling", self.scaling, SCALINGS)
         parse_memory(self.memory)
@@ -87,6 +97,8 @@ def run(request: Request, say: Say) -> None:
         _run_dataset(request, table, device, say)
     if SYNTHETIC in request.tables:
         _run_synthetic(request, device, say)
+    if set(BOXES) & set(request.tables):
+        _run_boxes(request, device, say)
 
 
 def _run_dataset(request: Request, table: Table, device: torch.device, say: Say) -> None:
@@ -127,6 +139,20 @@ def _run_synthetic(request: Request, device: torch.device, say: Say) -> None:
         results.write_training(task.store)
 
 
+def _run_boxes(request: Request, device: torch.device, say: Say) -> None:
+    seeds, epochs = request.seeds or box_tables.SEEDS, request.epochs or box_tables.EPOCHS
+    task = BoxTables(request.photographs, request.run_dir, device, say, seeds=seeds, epochs=epochs)
+    if request.stage in ("train", "all"):
+        task.train()
+    if request.stage in ("evaluate", "all"):
+        task.evaluate()
+    if request.stage in ("write", "all"):
+        results = Results(request.output, request.run_dir, say, scaling=request.scaling)
+        for table in BOXES:
+            if table in request.tables:
+                results.write_boxes(table, task)
+
+
 def read_device(word: str) -> torch.device:
     """The device that a word names."""
     if word == "auto":
@@ -142,4 +168,4 @@ def read_device(word: str) -> torch.device:
 
 def _is_small(request: Request) -> bool:
     """Whether threads gain nothing."""
-    return all(DATASETS[name].group != "large" for name in request.names())
+    return not set(BOXES) & set(request.tables) and all(DATASETS[name].group != "large" for name in request.names())

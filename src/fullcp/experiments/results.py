@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fullcp.experiments import synthetic
+from fullcp.experiments.box_tables import BoxTables
 from fullcp.experiments.protocol import Protocol, protocol_of
 from fullcp.experiments.store import RunFolder
 from fullcp.experiments.summary import Values, summarise
@@ -78,6 +79,14 @@ class Results:
         of = {"table": synthetic.TABLE, "dataset": "", "n": "", "inputs": ""}
         options = "" if epochs == synthetic.EPOCHS else f" --epochs {epochs}"
         self._write(synthetic.TABLE, "", _rows(of, lines, arms, options))
+
+    def write_boxes(self, table: str, task: BoxTables) -> None:
+        """One of the tables of boxes; those of a frozen backbone are tables of their own."""
+        rows = [{column: row[column] for column in COLUMNS} for row in task.rows(table)]
+        self._write(table + task.asked.variant, "", rows)
+        training = list(task.training())
+        if training:
+            self._replace(self.folder / "training.csv", TRAINING_COLUMNS, training[0]["dataset"], training)
 
     def write_training(self, store: RunFolder) -> None:
         """What the networks of a data set cost; an ensemble of several roles once."""
