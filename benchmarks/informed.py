@@ -1,11 +1,13 @@
 """Width and coverage against the share of rows that calibrate: the informed split beside the other guaranteed methods.
 
-    FULLCP_DATA=../shared/data python benchmarks/informed.py yacht boston energy concrete --splits 20
+    FULLCP_DATA=../shared/data python benchmarks/informed.py yacht boston energy concrete --splits 20 --cv-plus
+    FULLCP_DATA=../shared/data python benchmarks/informed.py bike --splits 10 --epochs 1000 --l2 1 --brief
 
 Random 90/10 splits. In each, networks are trained on all training rows and on what each calibration share leaves; those
-of all splits and shares are one ensemble, l2 tuned by the marginal likelihood while they train, as in the paper (fewer
-epochs). Results go to results/informed_split.csv, a row a set, method, share and level, and stay there for sets that
-are not run again. The picture: `python benchmarks/informed.py --picture docs/images/informed_split.png`, no training.
+of all splits and shares are one ensemble, l2 tuned by the marginal likelihood while they train, as in the paper. The
+first share is the one that `calibration_share(N, 0.9)` proposes. Results go to results/informed_split.csv, a row a set,
+method, share and level, and stay there for sets that are not run again. The picture: `python benchmarks/informed.py
+--picture docs/images/informed_split.png`, no training.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ import numpy as np
 import torch
 
 import fullcp
-from fullcp.data import Standardizer, halves, random_splits
+from fullcp.data import Standardizer, halves, load_dataset, random_splits
 from fullcp.evaluation import evaluate
 from fullcp.plots import width_against_share
 from fullcp.progress import track
-from fullcp.training import Schedule, mlp, replicate, train_ensemble
+from fullcp.training import mlp, replicate, train_ensemble
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = subprocess.run(
@@ -40,34 +42,9 @@ SETS = ("yacht", "boston", "energy", "concrete", "kin8nm", "bike", "protein")
 DEEP = ("bike", "protein")  # three hidden layers, as in the paper
 
 
-def read(name):
-    """Inputs and targets of a set, as the paper has them."""
-    folder = Path(os.environ["FULLCP_DATA"], "uci")
-    if name == "protein":
-        table = np.loadtxt(folder / "CASP.csv.gz", delimiter=",", skiprows=1)
-        return table[:, 1:], table[:, 0]
-    if name == "bike":
-        return read_bike(folder / "bike_train.csv.gz")
-    path = folder / f"{name}.txt"
-    table = np.loadtxt(path if path.exists() else f"{path}.gz")
-    return table[:, :-1], table[:, -1]
-
-
-def read_bike(path):
-    """One-hot season and weather, the calendar, and the weather's numbers."""
-    import pandas as pd
-
-    frame = pd.read_csv(path)
-    when = pd.to_datetime(frame["datetime"])
-    calendar = [when.dt.hour, when.dt.dayofweek, when.dt.month, when.dt.year - 2011]
-    hot = [frame[name] == value for name in ("season", "weather") for value in range(1, 5)]
-    rest = [frame[name] for name in ("holiday", "workingday", "temp", "atemp", "humidity", "windspeed")]
-    return np.column_stack([*hot, *rest, *calendar]).astype(float), frame["count"].to_numpy(float)
-
-
-def methods(model, l2, rows, cal, brief):
+def methods(model, l2, rows, cal, arguments):
     """What is compared, by name: methods that hold nothing out where there are no calibration rows."""
-    if len(cal[0]) == 0 and brief:
+    if len(cal[0]) == 0 and arguments.brief:
         return {"ACP-GN": lambda: fullcp.FullConformalRegressor(model, l2=l2).conformalize(*rows)}
     if len(cal[0]) == 0:
         full = fullcp.FullConformalRegressor(model, l2=l2)
@@ -75,22 +52,32 @@ def methods(model, l2, rows, cal, brief):
         plus = fullcp.JackknifePlusRegressor(model, l2=l2)
         plain = fullcp.JackknifePlusRegressor(model, normalized=False, l2=l2)
         made = {"ACP-GN": full, "ACP-GN, refined": refined, "jackknife+": plus, "jackknife+, plain": plain}
+        if arguments.cv_plus:
+            how = {"folds": 10, "l2": "marglik", "epochs": arguments.epochs}
+            made |= {"CV+": fullcp.CVPlusRegressor(model, **how)}
+            made |= {"CV+, plain": fullcp.CVPlusRegressor(model, normalized=False, **how)}
         return {name: lambda cp=cp: cp.conformalize(*rows) for name, cp in made.items()}
     informed = fullcp.InformedSplitConformalRegressor(model, l2=l2)
     normalized = fullcp.NormalizedSplitConformalRegressor(model, l2=l2)
     refined = fullcp.RefinedSplitConformalRegressor(model, l2=l2)
-    return {
+    found = {
         "informed split": lambda: informed.fit(*rows).conformalize(*cal),
         "SCP-GN": lambda: normalized.fit(*rows).conformalize(*cal),
         "split + refine": lambda: refined.conformalize(*cal),
     }
+    if not arguments.brief:
+        other = fullcp.InformedSplitConformalRegressor(model, l2="leave_one_out")
+        found["informed split, leave-one-out l2"] = lambda: other.fit(*rows).conformalize(*cal)
+    return found
 
 
 def run(name, arguments):
     """The rows of one set: {(method, share, level): (widths, coverages, seconds, calibration rows)}."""
-    X, y = read(name)
+    table = load_dataset(name)
+    X, y = table.X, table.y
     rng_splits = list(random_splits(len(X), arguments.splits, seed=arguments.seed))
-    shares = [0.0, *arguments.shares]
+    proposed = fullcp.calibration_share(len(rng_splits[0][0]), 0.9)
+    shares = [0.0, proposed, *arguments.shares]
     parts, data = [], []
     for train, test in rng_splits:
         for share in shares:
@@ -102,8 +89,7 @@ def run(name, arguments):
     models = replicate(lambda: mlp(X.shape[1], hidden), range(arguments.seed, arguments.seed + len(parts)))
     started = time.perf_counter()
     if arguments.l2 is None:
-        schedule = Schedule(burn_in=max(1, arguments.epochs // 10), every=max(1, arguments.epochs // 20))
-        runs = train_ensemble(models, data, l2="marglik", epochs=arguments.epochs, tuning=schedule)
+        runs = train_ensemble(models, data, l2="marglik", epochs=arguments.epochs)
     else:
         runs = train_ensemble(models, data, l2=arguments.l2, epochs=arguments.epochs)
     trained = (time.perf_counter() - started) / len(parts)
@@ -111,7 +97,7 @@ def run(name, arguments):
     steps = list(zip(parts, data, models, runs, strict=True))
     for (share, a, b, _, held, test), rows, model, training in track(steps, name, len(steps)):
         cal = (a.transform(X[held]), b.transform(y[held]))
-        for method, make in methods(model, training.l2, rows, cal, arguments.brief).items():
+        for method, make in methods(model, training.l2, rows, cal, arguments).items():
             started = time.perf_counter()
             prediction, intervals = make().predict_interval(a.transform(X[test]), LEVELS)
             seconds = time.perf_counter() - started
@@ -137,7 +123,7 @@ def summarise(name, found, trained, arguments):
         yield {
             "dataset": name,
             "method": method,
-            "calibration_share": share,
+            "calibration_share": f"{share:.4g}",
             "level": level,
             "width": f"{width.mean():.5g}",
             "width_se": f"{width.std() / error:.2g}",
@@ -173,11 +159,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sets", nargs="*", choices=[[], *SETS])
     parser.add_argument("--splits", type=int, default=20)
-    parser.add_argument("--epochs", type=int, default=2000)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5, 0.75])
+    parser.add_argument("--epochs", type=int, default=5000)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75])
     parser.add_argument("--l2", type=float, help="a fixed penalty in place of the marginal likelihood")
     parser.add_argument("--hidden", type=int, nargs="+", help="hidden layers other than the paper's")
-    parser.add_argument("--brief", action="store_true", help="of the methods of all rows, ACP-GN alone")
+    parser.add_argument("--brief", action="store_true", help="ACP-GN, the informed split, SCP-GN, split + refine alone")
+    parser.add_argument("--cv-plus", action="store_true", help="CV+ too, which trains ten networks a split")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "informed_split.csv")
     parser.add_argument("--picture", type=Path, help="draw what the results file holds, and where to put it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from decimal import Decimal
 from fractions import Fraction
 
@@ -9,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.sparse import csr_matrix
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -275,7 +277,7 @@ def test_normalized_split_order_of_calls():
         cp.predict(X)
     with pytest.raises(ValueError, match="rows of shape"):
         cp.conformalize(X[:, :2], y)
-    cp.conformalize(X, y)
+    cp.conformalize(X, -y)
     cp.fit(X, y)  # calibration on the old curvature is void
     with pytest.raises(fullcp.NotFittedError, match="first"):
         cp.predict(X)
@@ -311,3 +313,32 @@ def test_files(tmp_path):
 )
 def test_memory_is_read(memory, size):
     assert parse_memory(memory) == size
+
+
+def test_what_is_no_array():
+    cp = fullcp.SplitConformalRegressor(nn.Linear(3, 1))
+    data = TensorDataset(torch.from_numpy(X).float(), torch.from_numpy(y).float())
+    with pytest.raises(TypeError, match=r"X must be an array, .* got TensorDataset: wrap it in a .*DataLoader"):
+        cp.conformalize(data)
+    with pytest.raises(TypeError, match="X must be an array, tensor, frame or DataLoader, got generator"):
+        cp.conformalize((row for row in X), y)
+    with pytest.raises(TypeError, match=r"X is sparse, Tensor: .* pass X.to_dense\(\)"):
+        cp.conformalize(torch.from_numpy(X).to_sparse(), y)
+    with pytest.raises(TypeError, match=r"X is sparse, csr_matrix: .* pass X.toarray\(\)"):
+        cp.conformalize(csr_matrix(X), y)
+    with pytest.raises(ValueError, match=r"strictly between 0 and 1, got 90: 90 % is 0.9"):
+        cp.conformalize(X, y).predict_interval(X, 90)
+
+
+def test_a_loader_that_drops_rows():
+    data = TensorDataset(torch.from_numpy(X).float(), torch.from_numpy(y).float())
+    cp = fullcp.SplitConformalRegressor(nn.Linear(3, 1))
+    with pytest.warns(
+        UserWarning, match=r"X: the DataLoader has drop_last=True, so 2 of 30 rows are left out"
+    ) as caught:
+        cp.conformalize(DataLoader(data, batch_size=7, drop_last=True))
+    assert caught[0].filename == __file__
+    assert cp.n_rows_ == 28
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cp.conformalize(DataLoader(data, batch_size=10, drop_last=True))

@@ -241,6 +241,24 @@ def test_threads_and_modes_do_not_mix_up_rows():
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("memory", ["2GB", "1MB"])  # gradients held, and computed again
+@pytest.mark.parametrize("residuals", RESIDUALS)
+@pytest.mark.parametrize("curvature", ["full", "kfac", "diagonal", "last_layer", "low_rank:8"])
+def test_p_values_of_labels_about_which_every_row_is_certain(curvature, residuals, memory):
+    X, y = rows(2000, 1)
+    X_new, y_new = rows(70, 2)
+    cp = fullcp.FullConformalRegressor(network(), curvature, residuals=residuals, l2=1.0, memory=memory)
+    cp.conformalize(X, y)
+    outliers = y_new + torch.cat([torch.zeros(20, 1), torch.full((25, 1), 1e3), torch.full((25, 1), -1e6)])
+    found = cp.p_value(X_new, outliers)
+    one_by_one = torch.cat([cp.p_value(X_new[i : i + 1], outliers[i : i + 1]) for i in range(15, 50)])
+    assert torch.equal(found[15:50], one_by_one)
+    with patch.object(cp._engine, "prunes", False):
+        assert torch.equal(found, cp.p_value(X_new, outliers))
+    least = 1 / 2001 if residuals == "absolute" else 2 / 2001
+    torch.testing.assert_close(found[20:], torch.full((50,), least, dtype=torch.float64))
+
+
 def test_p_values_of_labels_far_from_zero():
     """Seconds since 1970, say: rounding of changepoints is relative to their own size, not to that of the labels."""
     X, y = rows(2000, 1)

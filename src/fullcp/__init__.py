@@ -28,6 +28,7 @@ from fullcp.predictors import (
     RefinedSplitConformalRegressor,
     ResidualConformalRegressor,
     RetrainedFullConformalRegressor,
+    SeenRowsWarning,
     SplitConformalRegressor,
 )
 from fullcp.version import __version__
@@ -53,6 +54,7 @@ __all__ = [
     "RefinementWarning",
     "ResidualConformalRegressor",
     "RetrainedFullConformalRegressor",
+    "SeenRowsWarning",
     "SplitConformalRegressor",
     "__version__",
     "calibration_share",

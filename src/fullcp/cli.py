@@ -14,3 +14,7 @@ def main() -> None:
     from fullcp.commands import app
 
     app()
+
+
+if __name__ == "__main__":
+    main()

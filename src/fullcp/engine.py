@@ -225,6 +225,8 @@ class Engine:
 
     def _cross(self, query: Query, points: slice | Tensor, rows: Tensor | None) -> Tensor:
         """Cross leverages c (m, n) of some points and rows (None: all)."""
+        if rows is not None and len(rows) == 0:  # every row is on a certain side of the labels
+            return query.leverage.new_empty(len(query.leverage[points]), 0)
         parts: list[slice] | list[Tensor] = self.features.slices()
         if rows is not None:
             bytes_per_row = 12 * self.features.size

@@ -5,7 +5,8 @@ Everything is refused here, with the argument's name, before any long work start
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -17,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from fullcp.progress import track
 from fullcp.sources import Collected, Inputs, StoredRows, is_mapped, tensor_of
 
+_WRAP = "wrap it in a torch.utils.data.DataLoader"
 _GATHERED = 8  # the part of the budget that the rows of a DataLoader may take (twice, while they are put together)
 
 
@@ -115,6 +117,8 @@ def read_rows(
             raise TypeError(f"{y_name} must be left out when {x_name} is a DataLoader: the loader yields both")
         rows, y = _gather(X, traits, memory, x_name, y_name)
         copy = False  # these are no one else's
+    elif isinstance(X, Dataset):
+        raise TypeError(f"{x_name} must be an array, tensor, frame or DataLoader, got {type(X).__name__}: {_WRAP}")
     elif y is None:
         raise TypeError(f"{y_name} is missing: pass the targets, or a DataLoader of (inputs, targets) as {x_name}")
     else:
@@ -262,7 +266,8 @@ def _read_level(level: object) -> Fraction:
     if isinstance(level, (bool, np.bool_)) or not isinstance(level, (Real, Decimal, np.number)):
         raise TypeError(f"confidence_level must be a number in (0, 1), got {level!r}")
     if not 0.0 < float(level) < 1.0:
-        raise ValueError(f"confidence_level must lie strictly between 0 and 1, got {level!r}")
+        hint = f": {float(level):g} % is {float(level) / 100:g}" if 1 < float(level) < 100 else ""
+        raise ValueError(f"confidence_level must lie strictly between 0 and 1, got {level!r}{hint}")
     if isinstance(level, (Rational, Decimal)):
         return Fraction(level)
     # The number that was meant: 0.9, 5/6 or 19 * 0.05 and not the binary number nearest to it, whose product with
@@ -302,6 +307,7 @@ def _gather(
             del batch, x, y  # before the loader makes the next
         if not first:
             raise ValueError(f"{name} is empty: the DataLoader yields no batch")
+        _warn_of_dropped(loader, inputs.count, name)
         _check_shape((inputs.count, *first[0]), floating, name)
         if inputs.in_file:
             stored = inputs.mapped()
@@ -345,11 +351,29 @@ def _batches_of(loader: DataLoader[Any]) -> int | None:
         return None
 
 
+def _warn_of_dropped(loader: DataLoader[Any], count: int, name: str) -> None:
+    """A loader that drops its last batch is made for training; here each row counts."""
+    if loader.drop_last and isinstance(loader.sampler, Sized):
+        total = len(loader.sampler)
+        if total > count:
+            warnings.warn(
+                f"{name}: the DataLoader has drop_last=True, so {total - count} of {total} rows are left out",
+                UserWarning,
+                stacklevel=6,
+            )
+
+
 def _words(shapes: list[tuple[int, ...]]) -> str:
     return " with targets of shape ".join(map(str, shapes))
 
 
 def _to_tensor(values: object, name: str) -> tuple[Tensor, Origin]:
+    if hasattr(values, "tocsr") or (isinstance(values, Tensor) and values.layout != torch.strided):
+        how = "to_dense()" if isinstance(values, Tensor) else "toarray()"
+        raise TypeError(f"{name} is sparse, {type(values).__name__}: networks take dense rows, pass {name}.{how}")
+    if isinstance(values, (Dataset, Iterator)):
+        hint = f": {_WRAP}" if isinstance(values, Dataset) else ""
+        raise TypeError(f"{name} must be an array, tensor, frame or DataLoader, got {type(values).__name__}{hint}")
     if isinstance(values, Tensor):
         if values.is_complex():
             raise TypeError(f"{name} must be real numbers, got a tensor of {values.dtype}")

@@ -37,6 +37,13 @@ class Stored:
         """Fold number -> row."""
         return {number: i for i, number in enumerate(self.folds.tolist())}
 
+    def place(self, fold: int) -> int:
+        """The row of a fold, which must be there."""
+        found = self.places().get(fold)
+        if found is None:
+            raise FileNotFoundError(f"the networks of fold {fold} are missing: run the training stage for it first")
+        return found
+
 
 class RunFolder:
     """The networks of one data set under ``<run folder>/<data set>/``.

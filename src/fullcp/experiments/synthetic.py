@@ -129,7 +129,7 @@ class Synthetic:
     def _make(self, arm: Arm, seed: int, train: Part, memory: str) -> Predictor:
         role = f"fit-{arm.share}" if arm.share else "full"
         stored = self.store.cached(role)
-        at = stored.places()[seed]
+        at = stored.place(seed)
         model = _network()
         torch.nn.utils.vector_to_parameters(stored.theta[at], model.parameters())
         model.to(self.device)

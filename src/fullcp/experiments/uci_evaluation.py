@@ -76,24 +76,24 @@ class Evaluator:
         def network(role: Role) -> nn.Module:
             stored = self.store.cached(role.name)
             model = make_network(self.protocol, self.table.X.shape[1], role.kind)
-            torch.nn.utils.vector_to_parameters(stored.theta[stored.places()[fold.number]], model.parameters())
+            torch.nn.utils.vector_to_parameters(stored.theta[stored.place(fold.number)], model.parameters())
             return model.to(self.device)
 
         def l2(role: Role) -> object:
             stored = self.store.cached(role.name)
-            values = stored.l2[stored.places()[fold.number]]
+            values = stored.l2[stored.place(fold.number)]
             return float(values) if len(values) == 1 else values.numpy()
 
         def noise(role: Role) -> float:
             stored = self.store.cached(role.name)
-            return float(stored.noise[stored.places()[fold.number]])
+            return float(stored.noise[stored.place(fold.number)])
 
         data = scaled_fold(self.table, fold, self.scaling)
         return Bench(self.protocol, data, network, l2, noise, self.memory)
 
     def _is_lost(self, role: Role, fold: Fold) -> bool:
         stored = self.store.cached(role.name)
-        return bool(stored.lost[stored.places()[fold.number]])
+        return bool(stored.lost[stored.place(fold.number)])
 
 
 def line_file(folder: Path, dataset: str, scaling: str = "training") -> LineFile:

@@ -14,6 +14,7 @@ from fullcp.predictors.refined_split import RefinedSplitConformalRegressor
 from fullcp.predictors.residual_fit import ResidualConformalRegressor
 from fullcp.predictors.result import PredictionIntervals
 from fullcp.predictors.retrained_full import RetrainedFullConformalRegressor
+from fullcp.predictors.seen import SeenRowsWarning
 from fullcp.predictors.split import SplitConformalRegressor
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "RefinedSplitConformalRegressor",
     "ResidualConformalRegressor",
     "RetrainedFullConformalRegressor",
+    "SeenRowsWarning",
     "SplitConformalRegressor",
 ]

@@ -23,6 +23,7 @@ from fullcp.inputs import (
     model_traits,
 )
 from fullcp.predictors.fingerprint import Fingerprint, alike
+from fullcp.predictors.seen import row_marks, warn_if_seen
 from fullcp.sources import Inputs
 from fullcp.training import Training, mlp, replicate, train
 
@@ -38,6 +39,7 @@ class LearnedNetwork:
     ----------
     made : what the library made the network of, for JSON; None where the user gave a module.
     training : how the training went; None in what was loaded.
+    marks : of the rows given to train on, see `row_marks`; None in what was loaded.
     """
 
     network: Network
@@ -45,6 +47,7 @@ class LearnedNetwork:
     made: dict[str, Any] | None
     fingerprint: Fingerprint
     training: Training | None = None
+    marks: Tensor | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -80,17 +83,20 @@ class LearnedNetwork:
             model = _copied(name, pattern, traits) if made is None else _make(made, traits.device, seed)
             x = normal(rows.tensor())
             _check_outputs(name, Network(model, x).outputs, outputs)
+            marks = row_marks(rows)
             if recipe["epochs"] == 0:
-                return cls(Network(model, x), rows.columns, made, Fingerprint(model))
+                return cls(Network(model, x), rows.columns, made, Fingerprint(model), None, marks)
             with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
                 torch.manual_seed(seed)  # for dropout
                 training = train(model, x, normal(targets), seed=seed, **recipe)
-            return cls(Network(model, x), rows.columns, made, Fingerprint(model), training)
+            return cls(Network(model, x), rows.columns, made, Fingerprint(model), training, marks)
 
     def check_rows(self, rows: Rows) -> None:
-        """Refuse rows unlike those that trained the network."""
+        """Refuse rows unlike those that trained the network, and warn if they are the same."""
         check_row_shape(rows.x, self.network.row_shape)
         check_columns(rows.columns, self.columns)
+        if self.marks is not None:
+            warn_if_seen(self.marks, rows)
 
     def predict(self, x: Inputs, budget: int) -> Tensor:
         """Outputs (n, K) in float64, within `budget` bytes."""
@@ -164,4 +170,7 @@ def _copied(name: str, pattern: object, traits: ModelTraits) -> nn.Module:
 
 def _check_outputs(name: str, found: int, wanted: int) -> None:
     if found != wanted:
-        raise ValueError(f"{name} has {found} output(s), {wanted} are needed")
+        raise ValueError(
+            f"{name} has {found} output(s), {wanted} are needed: it is the network that this method trains for itself. "
+            "Leave it out for one that is made to fit"
+        )
