@@ -96,6 +96,26 @@ def test_interrupted_runs_give_the_same_rows(small_yacht, monkeypatch):
     assert len(done) == len(set(done)) == 3 * 6 * len(TABLES["main"].chosen())
 
 
+def test_rows_of_more_repeats_are_not_lost(small_yacht):
+    ask(small_yacht, seeds=2, methods=("LA", "SCP"))
+    path = small_yacht / "results" / "main.csv"
+    before = path.read_text()
+    message = r"output: .*main.csv has 2 repeat\(s\) of yacht, and 1 with other epochs .* place: name another folder"
+    with pytest.raises(ValueError, match=message):
+        ask(small_yacht, seeds=1, methods=("CRF",), run_dir=small_yacht / "other")
+    assert not (small_yacht / "other").exists()  # refused before anything was trained
+    assert path.read_text() == before
+    path.write_text(before.replace(" --epochs 120", ""))
+    with pytest.raises(ValueError, match="and 2 with other epochs than the paper has would take their place"):
+        ask(small_yacht, seeds=2)
+    # Other methods join those that are there, in the order of the table.
+    path.write_text(before)
+    ask(small_yacht, seeds=2, methods=("SCP", "ACP-GN", "CRF"))
+    assert [row["method"] for row in read_rows(path)[::3]] == ["LA", "SCP", "CRF", "ACP-GN"]
+    with pytest.raises(FileNotFoundError, match="the networks of fold 6 are missing: run the training stage for it"):
+        ask(small_yacht, seeds=3, stage="evaluate", methods=("LA",))
+
+
 def test_rows_say_where_they_come_from(small_yacht):
     ask(small_yacht, seeds=2)
     rows = read_rows(small_yacht / "results" / "main.csv")

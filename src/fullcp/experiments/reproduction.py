@@ -83,6 +83,8 @@ class Request:
 def run(request: Request, say: Say) -> None:
     """Do what was asked; a data set that is not to be had is reported and left out."""
     request.check()
+    if request.stage in ("write", "all"):
+        _check_results(request, say)
     device = read_device(request.device)
     if device.type == "cpu":
         torch.set_num_threads(1) if _is_small(request) else None
@@ -121,6 +123,24 @@ def _run_dataset(request: Request, table: Table, device: torch.device, say: Say)
         results.write_training(RunFolder(request.run_dir, table.name, protocol.training_facts()))
 
 
+def _check_results(request: Request, say: Say) -> None:
+    """Refuse to lose rows of more repeats, before anything is trained."""
+    results = _results(request, say)
+    for name in request.names():
+        protocol = protocol_of(name, repeats=request.seeds, epochs=request.epochs)
+        for spec in request.specs():
+            if name in spec.datasets:
+                results.check(spec.name, name, protocol.repeats, protocol.epochs == protocol_of(name).epochs)
+    if SYNTHETIC in request.tables:
+        epochs = request.epochs or synthetic.EPOCHS
+        results.check(SYNTHETIC, "", request.seeds or synthetic.REPEATS, epochs == synthetic.EPOCHS)
+    for table in BOXES:
+        if table in request.tables:
+            epochs = request.epochs or box_tables.EPOCHS
+            seeds, name = request.seeds or box_tables.SEEDS, table + request.photographs.variant
+            results.check(name, "", seeds, epochs == box_tables.EPOCHS)
+
+
 def _results(request: Request, say: Say) -> Results:
     return Results(request.output, request.run_dir, say, scaling=request.scaling)
 
@@ -147,7 +167,7 @@ def _run_boxes(request: Request, device: torch.device, say: Say) -> None:
     if request.stage in ("evaluate", "all"):
         task.evaluate()
     if request.stage in ("write", "all"):
-        results = Results(request.output, request.run_dir, say, scaling=request.scaling)
+        results = _results(request, say)
         for table in BOXES:
             if table in request.tables:
                 results.write_boxes(table, task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ Say = Callable[[str], None]
 
 
 class Results:
-    """Tables in a folder; what is written of a data set takes the place of what was there of it.
+    """Tables in a folder; what is written of a method on a data set takes the place of what was there of it.
 
     Parameters
     ----------
@@ -63,6 +63,21 @@ class Results:
     def path(self, table: str) -> Path:
         """The file of a table."""
         return table_path(self.folder, table, self.scaling)
+
+    def check(self, table: str, dataset: str, repeats: int, paper_epochs: bool) -> None:
+        """Refuse, before anything is trained, to put fewer repeats or other epochs in the place of what is there."""
+        for row in read_rows(self.path(table)):
+            if row["dataset"] == dataset:
+                self._refuse_loss(table, row, repeats, paper_epochs)
+
+    def _refuse_loss(self, table: str, row: Mapping[str, str], repeats: int, paper_epochs: bool) -> None:
+        if int(row["repeats"]) > repeats or (not paper_epochs and "--epochs" not in row["command"]):
+            of = f" of {row['dataset']}" if row["dataset"] else ""
+            how = "" if paper_epochs else " with other epochs than the paper has"
+            raise ValueError(
+                f"output: {self.path(table)} has {row['repeats']} repeat(s){of}, and {repeats}{how} would take their "
+                "place: name another folder (--output)"
+            )
 
     def write(self, table: str, protocol: Protocol, shape: tuple[int, ...], arms: Sequence[Arm]) -> None:
         """The rows of a data set, inputs of this shape, in a table of UCI sets."""
@@ -117,16 +132,56 @@ class Results:
             self.say(f"{table}: nothing is evaluated of {dataset or 'it'} yet")
             return
         path = self.path(table)
+        new = {_arm_of(row): row for row in rows}
+        for row in read_rows(path):
+            if row["dataset"] == dataset and _arm_of(row) in new:
+                mine = new[_arm_of(row)]
+                self._refuse_loss(table, row, int(str(mine["repeats"])), "--epochs" not in str(mine["command"]))
         self._replace(path, COLUMNS, dataset, rows)
         self.say(f"{table}: {len(rows)} rows{' of ' + dataset if dataset else ''} in {path}")
 
     def _replace(self, path: Path, columns: Sequence[str], dataset: str, rows: list[Row]) -> None:
         """Put rows in the place of a data set's, in the order of the tables."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        kept: list[Row] = [dict(row) for row in read_rows(path, columns) if row["dataset"] != dataset]
+        arms = {_arm_of(row) for row in rows}
+        kept: list[Row] = [
+            dict(row) for row in read_rows(path, columns) if row["dataset"] != dataset or _arm_of(row) not in arms
+        ]
         order = list(dict.fromkeys(name for spec in SPECS.values() for name in spec.datasets))
         place = {name: i for i, name in enumerate(order)}
-        write_csv(path, sorted([*kept, *rows], key=lambda row: place.get(str(row["dataset"]), -1)))
+        arms_in_order = [_arm_of(row) for row in _as_rows(_arms_of(path.stem))]
+
+        def key(row: Mapping[str, object]) -> tuple[int, int]:
+            arm = _arm_of(row)
+            return place.get(str(row["dataset"]), -1), arms_in_order.index(arm) if arm in arms_in_order else -1
+
+        write_csv(path, sorted([*kept, *rows], key=key))
+
+
+def _arms_of(name: str) -> Sequence[Arm]:
+    """The methods of a table in their order; none of other files."""
+    table = name.split("_authors")[0]
+    if table == synthetic.TABLE:
+        return synthetic.ARMS
+    return SPECS[table].arms if table in SPECS else ()
+
+
+def _as_rows(arms: Sequence[Arm]) -> list[Row]:
+    """What of rows comes from the method."""
+    return [
+        {
+            "method": arm.method,
+            "curvature": "" if arm.curvature == "full" else arm.curvature,
+            "conformity": arm.score,
+            "calibration": arm.share,
+        }
+        for arm in arms
+    ]
+
+
+def _arm_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What rows of a data set differ by but for levels: the method in a table, what was trained in training.csv."""
+    return tuple(str(row.get(name, "")) for name in ("method", "curvature", "conformity", "calibration"))
 
 
 def table_path(folder: Path, table: str, scaling: str = "training") -> Path:
@@ -155,10 +210,7 @@ def _rows(of: Row, lines: Sequence[Values], arms: Sequence[Arm], options: str) -
         for summary in summarise([line for line in lines if line["method"] == arm.name]):
             row = {
                 **of,
-                "method": arm.method,
-                "curvature": "" if arm.curvature == "full" else arm.curvature,
-                "conformity": arm.score,
-                "calibration": arm.share,
+                **_as_rows([arm])[0],
                 **summary,
                 "seeds": f"0 to {int(str(summary['repeats'])) - 1}",
                 "command": f"{command} --seeds {summary['repeats']}",
