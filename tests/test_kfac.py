@@ -285,6 +285,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             fit_curvature(rows_of(kind(), X), "kfac", 1.0)
 
+    @pytest.mark.parametrize("tune", [False, True])
+    def test_factors_that_the_machine_cannot_hold(self, tune):
+        """A would have 10^12 entries; found before anything of the kind is asked for."""
+        features = rows_of(nn.Linear(10**6, 1), torch.randn(3, 10**6))
+        message = (
+            r"curvature='kfac' needs 32000\.0 GB for factors of up to 1000000 x 1000000 numbers, cpu has .*low_rank"
+        )
+        with pytest.raises(MemoryError, match=message):
+            spectrum(features, "kfac") if tune else fit_curvature(features, "kfac", 1.0)
+
     def test_l2_that_varies_within_a_tensor(self):
         model = nn.Linear(4, 1).double()
         with pytest.raises(ValueError, match=r"l2 varies within weight, from 1 to 4: .* one value a parameter tensor"):
