@@ -505,3 +505,14 @@ def test_an_unasked_step_takes_few_products_and_no_phi(monkeypatch):
     monkeypatch.setattr(Jacobian, "__call__", of_few)
     assert relative_shift(e, curvature.refine(e, theta, exactly=False)[1]) == pytest.approx(exact, rel=0.2)
     assert passes.count(300) == 6
+
+
+def test_products_take_their_share_of_a_small_budget():
+    """Chunks of a quarter of it, by what rows take in float64: few enough for the milliseconds that each costs."""
+    model = nn.Sequential(nn.Linear(800, 10), nn.GELU(), nn.Linear(10, 1))
+    X = torch.randn(2000, 800)
+    usual = products._rows_per_pass(rows_of(model, X, memory=20 * 10**6))
+    assert 150 < usual < 20e6 / 4 / (8 * 800)
+    for dtype in (torch.float64, torch.bfloat16):  # all pass in float64
+        size = products._rows_per_pass(rows_of(model.to(dtype), X.to(dtype), memory=20 * 10**6))
+        assert size == pytest.approx(usual, rel=0.1)
