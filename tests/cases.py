@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class Network2d(nn.Module):
@@ -62,6 +63,20 @@ class Scaled(nn.Module):
         return (self.scale * torch.tanh(self.layer(x))).squeeze(1)
 
 
+class Doubled(nn.Linear):
+    """Its weight counts twice."""
+
+    def forward(self, x):
+        return F.linear(x, 2 * self.weight, self.bias)
+
+
+class Summed(nn.Linear):
+    """It gives other shapes than a linear layer does."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias).sum(-1, keepdim=True)
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module]
@@ -96,6 +111,9 @@ NETWORKS = {
         lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.SiLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)),
         (1, 6, 6),
         "torch.func",
+    ),
+    "derived layers": Case(
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Doubled(5, 4), nn.Tanh(), Summed(4, 3)), (4,), "torch.func"
     ),
     "recurrent": Case(Recurrent, (5, 4), "a loop over rows"),
 }

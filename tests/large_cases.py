@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cases import Doubled, Summed
+
 
 class Residual(nn.Module):
     """Two convolutions with BatchNorm around a shortcut, which is a strided convolution where shapes change."""
@@ -88,10 +90,17 @@ def mlp(outputs=1):
     )
 
 
+def derived(outputs=1):
+    """Layers of classes that do with their weights what nn.Linear does not."""
+    layers = nn.Linear(5, 30), nn.GELU(), Doubled(30, 20), nn.Tanh(), Summed(20, 9), nn.Linear(1, outputs)
+    return nn.Sequential(*layers)
+
+
 # name -> how it is made, and the shape of a row
 LARGE = {
     "mlp": (mlp, (5,)),
     "resnet": (lambda outputs: ResNet(4, outputs), (2, 12, 12)),
+    "derived": (derived, (5,)),
     "odd": (Odd, (4, 4, 4)),
     "frames": (Frames, (3, 5, 5)),
 }

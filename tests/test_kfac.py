@@ -7,10 +7,9 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import fullcp
-from cases import NETWORKS, Tied, build
+from cases import NETWORKS, Doubled, Summed, Tied, build
 from fullcp.curvature import fit_curvature, jacobian_for, last_layer_gram, spectrum
 from fullcp.curvature.kfac import kfac_blocks
 from fullcp.features import FeatureRows, Jacobian, gram_product, products
@@ -53,20 +52,6 @@ class Last(nn.Module):
 
 class Renamed(nn.Linear):
     """A linear layer under another name."""
-
-
-class Doubled(nn.Linear):
-    """Its weight counts twice."""
-
-    def forward(self, x):
-        return F.linear(x, 2 * self.weight, self.bias)
-
-
-class Summed(nn.Linear):
-    """It gives other shapes than a linear layer does."""
-
-    def forward(self, x):
-        return F.linear(x, self.weight, self.bias).sum(-1, keepdim=True)
 
 
 class Adapted(nn.Linear):
