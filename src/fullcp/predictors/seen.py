@@ -10,7 +10,7 @@ from torch import Tensor
 from fullcp.inputs import Rows
 from fullcp.memory import rows_within
 
-_CHUNK = 2**26  # bytes at a time
+_CHUNK = 2**22  # bytes at a time: no more than the smallest budgets have
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MANY = 0.5  # of the calibration rows: data sets repeat some rows by themselves, wine one in five
 
@@ -23,11 +23,12 @@ def row_marks(rows: Rows) -> Tensor:
     """A number for each row's inputs and targets, the same for rows that agree in every bit: int64 (N,), on the CPU."""
     assert rows.y is not None
     size = rows_within(_CHUNK, 16 * max(1, rows.x[:1].numel()), at_most=len(rows.x))
-    parts = []
+    # Into one tensor: small ones would settle where the rows of a chunk were, and memory grow by a chunk each.
+    marks = torch.empty(len(rows.x), dtype=torch.int64)
     for start in range(0, len(rows.x), size):
         where = slice(start, min(start + size, len(rows.x)))
-        parts.append((_marks(rows.x[where], seed=0) + _marks(rows.y[where], seed=1)).cpu())
-    return torch.cat(parts)
+        marks[where] = (_marks(rows.x[where], seed=0) + _marks(rows.y[where], seed=1)).cpu()
+    return marks
 
 
 def warn_if_seen(known: Tensor, rows: Rows) -> None:
