@@ -10,7 +10,7 @@ import fullcp
 SOURCE = Path(fullcp.__file__).parent
 # Upstream first. A room may import from rooms to its left.
 ROOMS = [
-    ["files", "memory", "progress", "version"],
+    ["files", "memory", "notices", "progress", "version"],
     ["sources"],
     ["inputs"],
     ["features"],

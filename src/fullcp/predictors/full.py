@@ -27,6 +27,7 @@ from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice
 from fullcp.joint import JointScores, check_uncoupled, full_scores
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
+from fullcp.predictors.units import warn_if_poor
 from fullcp.refinement import refine, relative_shift
 from fullcp.regions import Interval, rows_needed
 from fullcp.sources import as_tensor
@@ -154,6 +155,7 @@ class FullConformalRegressor(Predictor):
         residuals = self._resolve_residuals(len(rows.x), jacobian.outputs)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
         e = y_checked - features.predictions
+        warn_if_poor(e, y_checked)
         l2, tuning = settle(self.l2, features, e, choice.structure)
         curvature = fit_curvature(features, choice.structure, l2)
         step, refined = refine(curvature, jacobian, e, exactly=self._is_refined())
@@ -335,7 +337,7 @@ def warn_if_far(shift: float) -> None:
         warnings.warn(
             "the network is far from a minimum for this l2: the step to it moves the training predictions by "
             f"{shift:.2g} times the residuals that it leaves. Intervals may be too wide or too narrow: check l2 "
-            "(in sum scale), standardise X and y, train longer, or pass refine=True",
+            "(in sum scale; the weight decay of AdamW is none), standardise X and y, train longer, or pass refine=True",
             FarFromMinimumWarning,
             stacklevel=3,
         )
