@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cases
-from fullcp.training import DivergenceWarning, PinballLoss, mlp, replicate, train, train_ensemble
+from fullcp.training import DivergenceWarning, PinballLoss, grid_search, mlp, replicate, train, train_ensemble
 from fullcp.training import checkpoint as checkpoint_module
 from fullcp.training import trainer as trainer_module
 from fullcp.training.build import build_stack
@@ -363,6 +363,58 @@ def test_a_loss_of_ones_own():
         model = replicate(lambda: mlp(3, (8,), 2).double(), [0])[0]
         run = train(model, X, y, loss=loss, epochs=100, l2=1e-3)
         assert run.losses[-1] < run.losses[0]
+        ends.append(flat(model))
+    torch.testing.assert_close(*ends)
+
+
+class Gradient:
+    """A loss with a gradient of its own, right or wrong."""
+
+    def __init__(self, values, gradient):
+        self.values, self.of_outputs = values, gradient
+
+    def __call__(self, f, y):
+        return self.values(f, y)
+
+    def gradient(self, f, y):
+        return self.values(f, y), self.of_outputs(f, y)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (lambda f, y: (f - y) ** 2, ValueError, r"shape \(2, 3, {O}\) .* wanted is \(2, 3\), one number a row"),
+        (nn.MSELoss(), ValueError, r"shape \(\) .* use reduction='none' and sum over the last dimension"),
+        (nn.SmoothL1Loss(reduction="none"), ValueError, r"shape \(2, 3, {O}\)"),
+        (lambda f, y: ((f - y) ** 2).sum((0, 2)), ValueError, r"shape \(3,\)"),
+        (lambda f, y: 1.0, ValueError, "cannot be computed and differentiated"),
+        (lambda f, y: (f - y[..., [1, 2, 3]]).sum(-1), ValueError, "cannot be computed and differentiated"),
+        (Gradient(lambda f, y: (f - y) ** 2, lambda f, y: 2 * (f - y)), ValueError, "one number a row"),
+        (Gradient(lambda f, y: (f - y).sum(-1), lambda f, y: (f - y).sum(-1)), ValueError, r"gives \(2, 3\) for"),
+        (Gradient(lambda f, y: 1.0, lambda f, y: f - y), TypeError, "must return a tensor"),
+    ],
+)
+def test_a_loss_must_give_one_number_a_row(loss, error, words, count):
+    for outputs in (1, 2):
+        models = replicate(lambda outputs=outputs: mlp(3, (4,), outputs).double(), range(count))
+        before = [flat(model) for model in models]
+        with pytest.raises(error, match="loss .*" + words.replace("{O}", str(outputs))):
+            train_ensemble(models, data(9, outputs=outputs), loss=loss, epochs=2)
+        assert all(torch.equal(a, flat(model)) for a, model in zip(before, models))
+    X, y = data(2)
+    model = mlp(3).double()
+    with pytest.raises(error, match="loss .*" + words.replace("{O}", "1")):
+        train(model, X[:1], y[:1], loss=loss, epochs=2)
+    with pytest.raises(error, match="loss .*" + words.replace("{O}", "1")):
+        grid_search([model], data(9), [1.0], loss=loss, epochs=2)
+
+
+def test_a_loss_with_a_gradient_of_its_own():
+    ends = []
+    for loss in ("squared", Gradient(lambda f, y: (f - y).square().sum(-1) / 2, lambda f, y: f - y)):
+        (model,) = replicate(lambda: mlp(3).double(), [0])
+        train(model, *data(20), loss=loss, epochs=20)
         ends.append(flat(model))
     torch.testing.assert_close(*ends)
 

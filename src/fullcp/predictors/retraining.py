@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import time
 from pathlib import Path
 
@@ -21,6 +20,8 @@ from fullcp.files import read_file, write_file
 from fullcp.memory import rows_within
 from fullcp.progress import track
 from fullcp.training.build import build_stack
+from fullcp.training.checkpoint import read_path
+from fullcp.training.identity import identity
 from fullcp.training.losses import SquaredLoss
 from fullcp.training.pool import Pool
 from fullcp.training.run import Recipe, Run
@@ -62,7 +63,7 @@ class Retraining:
         self.l2, self.recipe, self.seed, self.residuals = l2, recipe, seed, residuals
         self.memory = memory
         self._known: dict[bytes, tuple[int, ...]] = {}  # a row with a label -> its tails
-        self._file = None if checkpoint is None else Path(checkpoint)
+        self._file = None if checkpoint is None else read_path(checkpoint)
         if self._file is not None:
             self._read()
 
@@ -131,8 +132,6 @@ class Retraining:
 
     def _read(self) -> None:
         assert self._file is not None
-        if not self._file.parent.is_dir():
-            raise ValueError(f"checkpoint lies in a folder that does not exist: {self._file.parent}")
         if not self._file.exists():
             return
         header, tensors = read_file(self._file, torch.device("cpu"))
@@ -156,11 +155,7 @@ class Retraining:
 
     def _key(self) -> str:
         """A hash of all that decides how a training goes."""
-        settings = [*vars(self.recipe).values(), self.seed, self.residuals, repr(self.initial)]
-        digest = hashlib.sha256(json.dumps(settings).encode())
-        for tensor in [*self.initial.state_dict().values(), self.x, self.y, self.l2]:
-            digest.update(_bytes(tensor))
-        return digest.hexdigest()
+        return identity([self.recipe, self.seed, self.residuals, self.initial, self.x, self.y, self.l2])
 
 
 def fresh(model: nn.Module, seed: int) -> nn.Module:

@@ -17,14 +17,14 @@ from fullcp.curvature import expand_l2
 from fullcp.inputs import check_positive_int
 from fullcp.progress import track
 from fullcp.training.build import build_stack
-from fullcp.training.checkpoint import Checkpoint
-from fullcp.training.losses import read_loss
+from fullcp.training.checkpoint import Checkpoint, read_path
+from fullcp.training.losses import SquaredLoss, check_loss, read_loss, wants_same_shape
 from fullcp.training.online import OnlineTuning, Schedule
 from fullcp.training.pool import Pool, read_pool
 from fullcp.training.run import Divergence, Outcome, Recipe, Run
 from fullcp.training.stack import trainable
 from fullcp.training.threads import one_thread_if_small
-from fullcp.training.watch import Validation, Watch
+from fullcp.training.watch import Validation, Watch, probe
 
 
 class DivergenceWarning(UserWarning):
@@ -107,7 +107,8 @@ def train(
     tuning : `Schedule`
         When and how long "marglik" tunes.
     checkpoint : path
-        A file that is written every ten seconds: the same call after an interruption goes on from there.
+        A file that is written every ten seconds: the same call after an interruption goes on from there. It knows the
+        networks, the loss with all that it refers to, the data and the settings, and serves no other run.
 
     Examples
     --------
@@ -230,15 +231,18 @@ def run_all(
         check_positive_int("epochs", epochs), check_positive_int("batch_size", batch_size), read_rates(learning_rate)
     )
     _check_models(models)
+    checkpoint = None if checkpoint is None else read_path(checkpoint)
     loss = read_loss(loss)
     seeds = _read_seeds(seed, len(models))
     noises = _read_noise(noise, len(models))
-    pool = read_pool(models, data, same_shape=loss.same_shape)
+    pool = read_pool(models, data, same_shape=wants_same_shape(loss))
     tuned = any(isinstance(value, str) for value in l2)
     penalty = _expand(l2, models, pool.x.device)
     watch = _read_watch(models, pool, loss, validation, patience, tuned, tuning, recipe)
+    stack = build_stack(models, pool.x)
+    check_loss(loss, *probe(stack, pool))
     run = Run(
-        build_stack(models, pool.x),
+        stack,
         pool,
         loss=loss,
         l2=penalty,
@@ -247,7 +251,7 @@ def run_all(
         seeds=seeds.to(pool.x.device),
         watch=watch,
     )
-    complete(run, checkpoint, {"loss": repr(loss), "patience": patience, "tuning": repr(tuning), "tuned": tuned})
+    complete(run, checkpoint)
     outcomes = [run.outcomes[b] for b in range(len(models))]
     for model, outcome in zip(models, outcomes, strict=True):
         if outcome.weights is not None:
@@ -255,12 +259,9 @@ def run_all(
     return [_training(run, b, outcome, l2[b]) for b, outcome in enumerate(outcomes)]
 
 
-def complete(run: Run, checkpoint: str | Path | None = None, settings: dict[str, Any] | None = None) -> None:
+def complete(run: Run, checkpoint: str | Path | None = None) -> None:
     """Train to the end, from where the file of an earlier call left off."""
-    file = None
-    if checkpoint is not None:
-        facts = {**(settings or {}), "recipe": [*vars(run.recipe).values()]}
-        file = Checkpoint(checkpoint, run, facts)
+    file = None if checkpoint is None else Checkpoint(checkpoint, run)
     left = run.recipe.epochs - run.epoch
     with one_thread_if_small(len(run.stack) * min(run.recipe.batch_size, run.pool.width) * run.stack.size):
         for _ in track(range(left), "training", left):
@@ -300,13 +301,13 @@ def _read_watch(
     if tuned:
         if validation is not None:
             raise ValueError("validation and l2='marglik' both choose the weights to keep: give one of them")
-        if not loss.same_shape:
+        if not isinstance(loss, SquaredLoss):
             raise ValueError("l2='marglik' needs loss='squared': the marginal likelihood is that of Gaussian noise")
         groups = len(trainable(models[0]))
         return OnlineTuning(len(models), groups, recipe.epochs, tuning or Schedule(), pool.x.device)
     if validation is None:
         return None
-    held = read_pool(models, validation, same_shape=loss.same_shape, name="validation", like=pool)
+    held = read_pool(models, validation, same_shape=wants_same_shape(loss), name="validation", like=pool)
     return Validation(held, loss, patience=patience)
 
 

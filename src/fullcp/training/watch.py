@@ -77,6 +77,13 @@ class Validation:
         """Nothing was remembered."""
 
 
+def probe(stack: Stack, pool: Pool) -> tuple[Tensor, Tensor]:
+    """Outputs f (2, 3, O) and targets y (2, 3, K) of a few rows, to try a loss on: no two sizes are alike by chance."""
+    places = pool.rows[:, torch.arange(3, device=pool.rows.device) % pool.width]
+    f, y = stack.predict(pool.x[places])[:1], pool.y[places][:1]
+    return f.repeat(2, 1, 1), y.repeat(2, 1, 1)
+
+
 def mean_loss(stack: Stack, pool: Pool, loss: Any, *, chunk: int = 2048) -> Tensor:
     """The mean loss of each network on its own rows of a pool, as in evaluation, (B,)."""
     total = pool.y.new_zeros(len(stack), dtype=torch.float64)
