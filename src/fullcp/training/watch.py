@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ class Watch(Protocol):
 
     Attributes
     ----------
+    criterion : what the value is, in words.
     patience : after how many evaluations without a better value a network stops; None: never.
     """
+
+    criterion: ClassVar[str]
 
     @property
     def patience(self) -> int | None:
@@ -36,7 +39,7 @@ class Watch(Protocol):
         """Whether to look after this many epochs."""
 
     def look(self, progress: Progress) -> Tensor:
-        """The criterion of each network, (B,); lower is better."""
+        """The criterion of each network, (B,); lower is better, and infinite where there is no value."""
 
     def keep(self, which: Tensor) -> None:
         """Go on with some of the networks."""
@@ -50,6 +53,8 @@ class Watch(Protocol):
 
 class Validation:
     """The mean loss on rows that do not train."""
+
+    criterion: ClassVar[str] = "the validation loss"
 
     def __init__(self, pool: Pool, loss: Any, *, patience: int | None = None, every: int = 1):
         self.pool = pool
