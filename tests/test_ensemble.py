@@ -130,6 +130,71 @@ def test_what_looks_like_a_chain_but_is_none_is_not_taken_for_one():
     assert isinstance(build_stack([nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()], x), Loop)
 
 
+class Constant(nn.Module):
+    """A function and a number among the attributes, neither of them a module."""
+
+    def __init__(self, function=torch.tanh, factor=1.0):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.function, self.factor = function, factor
+
+    def forward(self, x):
+        return self.factor * self.last(self.function(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda odd: nn.Sequential(nn.Linear(3, 4), nn.LeakyReLU(0.9 if odd else 0.01), nn.Linear(4, 1)),
+        lambda odd: Constant(function=torch.relu if odd else torch.tanh),
+        lambda odd: Constant(factor=5.0 if odd else 1.0),
+        lambda odd: Wrapped(nn.Sequential(nn.Linear(3, 4), nn.Softplus(3.0 if odd else 1.0), nn.Linear(4, 1))),
+    ],
+)
+def test_networks_that_differ_in_a_constant_keep_it(make):
+    """The odd one stands in the middle; the others must not pass for it."""
+    models = replicate(lambda: make(False).double(), range(5))
+    models[2:3] = replicate(lambda: make(True).double(), [2])
+    start = copy.deepcopy(models)
+    runs = train_ensemble(models, data(30), epochs=5, batch_size=16)
+    for b, model in enumerate(start):
+        run = train(model, *data(30), epochs=5, batch_size=16, seed=b)
+        np.testing.assert_allclose(runs[b].losses, run.losses, rtol=1e-9)
+        torch.testing.assert_close(flat(model), flat(models[b]), atol=1e-11, rtol=1e-9)
+
+
+def test_rates_of_dropout_are_each_networks_own():
+    """They show in training alone."""
+
+    def make(rates):
+        return [nn.Sequential(nn.Linear(3, 4), nn.Dropout(rate), nn.Linear(4, 1)).double() for rate in rates]
+
+    x = torch.randn(4, 3, dtype=F64)
+    assert isinstance(build_stack(make([0.1, 0.1, 0.1]), x), Functional)
+    stack = build_stack(make([0.001, 1.0, 0.001]), x)
+    stack.gradients(x.expand(3, 4, 3), lambda block, f: torch.ones_like(f))
+    assert [bool((g != 0).sum() > 1) for g in stack.grad] == [True, False, True]  # all but the last bias
+    harmless = [Constant().double() for _ in range(3)]
+    harmless[1].name = "the second"
+    assert isinstance(build_stack(harmless, x), Functional)
+
+
+def test_networks_are_asked_once_however_often_they_are_held():
+    calls = []
+
+    class Counts(nn.Linear):
+        def forward(self, x):
+            calls.append(0)
+            return super().forward(x)
+
+    x = torch.randn(4, 3)
+    build_stack([Counts(3, 1)] * 50, x)
+    assert len(calls) < 10
+    models, calls[:] = [Counts(3, 1) for _ in range(50)], []
+    build_stack([*models, *models], x)
+    assert 50 <= len(calls) < 60
+
+
 @settings(max_examples=25)
 @given(
     counts=st.lists(st.integers(2, 40), min_size=1, max_size=4),
