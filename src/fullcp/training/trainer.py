@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Training:
     best_epoch : after how many epochs the weights are those of now; None: the last.
     best : the criterion there: the validation loss, or minus the log marginal likelihood.
     divergence : where the loss ceased to be finite, None if it did not. Such a network has the weights it came with.
+    tuned : whether l2 and the noise were tuned during training.
     """
 
     losses: list[float]
@@ -54,11 +55,12 @@ class Training:
     best_epoch: int | None = None
     best: float | None = None
     divergence: Divergence | None = None
+    tuned: bool = False
 
     @property
     def log_marginal_likelihood(self) -> float | None:
         """Of the weights and hyperparameters kept, where l2 was tuned during training."""
-        return -self.best if self.best is not None and isinstance(self.l2, np.ndarray) else None
+        return -self.best if self.best is not None and self.tuned else None
 
 
 def train(
@@ -275,11 +277,12 @@ def complete(run: Run, checkpoint: str | Path | None = None) -> None:
 def _training(run: Run, b: int, outcome: Outcome, given: Any) -> Training:
     """What the user is told of network b."""
     l2 = given
-    if isinstance(given, str):
+    tuned = isinstance(given, str)
+    if tuned:
         l2 = np.array([part[0].item() for part in torch.split(outcome.l2, run.stack.sizes)])
     losses = run.losses[: outcome.epochs, b].tolist()
-    found = Training(losses, l2, outcome.noise, outcome.epochs, outcome.best_epoch, outcome.criterion)
-    return found if outcome.divergence is None else replace(found, divergence=outcome.divergence)
+    best = outcome.best_epoch, outcome.criterion
+    return Training(losses, l2, outcome.noise, outcome.epochs, *best, divergence=outcome.divergence, tuned=tuned)
 
 
 def _read_watch(
