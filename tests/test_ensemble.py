@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cases
-from fullcp.training import DivergenceWarning, PinballLoss, mlp, replicate, train, train_ensemble
+from fullcp.training import DivergenceWarning, PinballLoss, grid_search, mlp, replicate, train, train_ensemble
 from fullcp.training import checkpoint as checkpoint_module
 from fullcp.training import trainer as trainer_module
 from fullcp.training.build import build_stack
@@ -128,6 +128,71 @@ def test_what_looks_like_a_chain_but_is_none_is_not_taken_for_one():
         for b, model in enumerate(models):
             torch.testing.assert_close(stack.predict(x.expand(2, 4, 3))[b], model(x).detach())
     assert isinstance(build_stack([nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()], x), Loop)
+
+
+class Constant(nn.Module):
+    """A function and a number among the attributes, neither of them a module."""
+
+    def __init__(self, function=torch.tanh, factor=1.0):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.function, self.factor = function, factor
+
+    def forward(self, x):
+        return self.factor * self.last(self.function(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda odd: nn.Sequential(nn.Linear(3, 4), nn.LeakyReLU(0.9 if odd else 0.01), nn.Linear(4, 1)),
+        lambda odd: Constant(function=torch.relu if odd else torch.tanh),
+        lambda odd: Constant(factor=5.0 if odd else 1.0),
+        lambda odd: Wrapped(nn.Sequential(nn.Linear(3, 4), nn.Softplus(3.0 if odd else 1.0), nn.Linear(4, 1))),
+    ],
+)
+def test_networks_that_differ_in_a_constant_keep_it(make):
+    """The odd one stands in the middle; the others must not pass for it."""
+    models = replicate(lambda: make(False).double(), range(5))
+    models[2:3] = replicate(lambda: make(True).double(), [2])
+    start = copy.deepcopy(models)
+    runs = train_ensemble(models, data(30), epochs=5, batch_size=16)
+    for b, model in enumerate(start):
+        run = train(model, *data(30), epochs=5, batch_size=16, seed=b)
+        np.testing.assert_allclose(runs[b].losses, run.losses, rtol=1e-9)
+        torch.testing.assert_close(flat(model), flat(models[b]), atol=1e-11, rtol=1e-9)
+
+
+def test_rates_of_dropout_are_each_networks_own():
+    """They show in training alone."""
+
+    def make(rates):
+        return [nn.Sequential(nn.Linear(3, 4), nn.Dropout(rate), nn.Linear(4, 1)).double() for rate in rates]
+
+    x = torch.randn(4, 3, dtype=F64)
+    assert isinstance(build_stack(make([0.1, 0.1, 0.1]), x), Functional)
+    stack = build_stack(make([0.001, 1.0, 0.001]), x)
+    stack.gradients(x.expand(3, 4, 3), lambda block, f: torch.ones_like(f))
+    assert [bool((g != 0).sum() > 1) for g in stack.grad] == [True, False, True]  # all but the last bias
+    harmless = [Constant().double() for _ in range(3)]
+    harmless[1].name = "the second"
+    assert isinstance(build_stack(harmless, x), Functional)
+
+
+def test_networks_are_asked_once_however_often_they_are_held():
+    calls = []
+
+    class Counts(nn.Linear):
+        def forward(self, x):
+            calls.append(0)
+            return super().forward(x)
+
+    x = torch.randn(4, 3)
+    build_stack([Counts(3, 1)] * 50, x)
+    assert len(calls) < 10
+    models, calls[:] = [Counts(3, 1) for _ in range(50)], []
+    build_stack([*models, *models], x)
+    assert 50 <= len(calls) < 60
 
 
 @settings(max_examples=25)
@@ -363,6 +428,58 @@ def test_a_loss_of_ones_own():
         model = replicate(lambda: mlp(3, (8,), 2).double(), [0])[0]
         run = train(model, X, y, loss=loss, epochs=100, l2=1e-3)
         assert run.losses[-1] < run.losses[0]
+        ends.append(flat(model))
+    torch.testing.assert_close(*ends)
+
+
+class Gradient:
+    """A loss with a gradient of its own, right or wrong."""
+
+    def __init__(self, values, gradient):
+        self.values, self.of_outputs = values, gradient
+
+    def __call__(self, f, y):
+        return self.values(f, y)
+
+    def gradient(self, f, y):
+        return self.values(f, y), self.of_outputs(f, y)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (lambda f, y: (f - y) ** 2, ValueError, r"shape \(2, 3, {O}\) .* wanted is \(2, 3\), one number a row"),
+        (nn.MSELoss(), ValueError, r"shape \(\) .* use reduction='none' and sum over the last dimension"),
+        (nn.SmoothL1Loss(reduction="none"), ValueError, r"shape \(2, 3, {O}\)"),
+        (lambda f, y: ((f - y) ** 2).sum((0, 2)), ValueError, r"shape \(3,\)"),
+        (lambda f, y: 1.0, ValueError, "cannot be computed and differentiated"),
+        (lambda f, y: (f - y[..., [1, 2, 3]]).sum(-1), ValueError, "cannot be computed and differentiated"),
+        (Gradient(lambda f, y: (f - y) ** 2, lambda f, y: 2 * (f - y)), ValueError, "one number a row"),
+        (Gradient(lambda f, y: (f - y).sum(-1), lambda f, y: (f - y).sum(-1)), ValueError, r"gives \(2, 3\) for"),
+        (Gradient(lambda f, y: 1.0, lambda f, y: f - y), TypeError, "must return a tensor"),
+    ],
+)
+def test_a_loss_must_give_one_number_a_row(loss, error, words, count):
+    for outputs in (1, 2):
+        models = replicate(lambda outputs=outputs: mlp(3, (4,), outputs).double(), range(count))
+        before = [flat(model) for model in models]
+        with pytest.raises(error, match="loss .*" + words.replace("{O}", str(outputs))):
+            train_ensemble(models, data(9, outputs=outputs), loss=loss, epochs=2)
+        assert all(torch.equal(a, flat(model)) for a, model in zip(before, models))
+    X, y = data(2)
+    model = mlp(3).double()
+    with pytest.raises(error, match="loss .*" + words.replace("{O}", "1")):
+        train(model, X[:1], y[:1], loss=loss, epochs=2)
+    with pytest.raises(error, match="loss .*" + words.replace("{O}", "1")):
+        grid_search([model], data(9), [1.0], loss=loss, epochs=2)
+
+
+def test_a_loss_with_a_gradient_of_its_own():
+    ends = []
+    for loss in ("squared", Gradient(lambda f, y: (f - y).square().sum(-1) / 2, lambda f, y: f - y)):
+        (model,) = replicate(lambda: mlp(3).double(), [0])
+        train(model, *data(20), loss=loss, epochs=20)
         ends.append(flat(model))
     torch.testing.assert_close(*ends)
 

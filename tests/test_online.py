@@ -143,6 +143,53 @@ def test_a_network_that_diverges_takes_nobody_with_it():
     assert runs[1].divergence is not None
 
 
+@pytest.mark.parametrize("first", [1, 2])  # from which look on
+def test_a_network_without_a_marginal_likelihood_takes_nobody_with_it(first, monkeypatch):
+    pairs = [data(20, seed=b) for b in range(3)]
+    recipe = {"l2": "marglik", "epochs": 40, "tuning": SCHEDULE}
+    plain = networks(3)
+    expected = train_ensemble(plain, pairs, **recipe)
+    genuine, looks = online.evidence_of_many, []
+
+    def overflows(chunks, *arguments, **settings):
+        looks.append(0)
+        broken = torch.ones(3, 1, 1, 1, dtype=F64)
+        broken[1] = torch.inf if len(looks) >= first else 1.0
+        return genuine([(phi * broken, e) for phi, e in chunks], *arguments, **settings)
+
+    monkeypatch.setattr(online, "evidence_of_many", overflows)
+    models = networks(3)
+    before = flat(models[1])
+    if first == 1:
+        words = "network 1: the marginal likelihood was not finite once up to epoch 39, step 0"
+        with pytest.warns(DivergenceWarning, match=words):
+            runs = train_ensemble(models, pairs, **recipe)
+        assert runs[1].divergence.what == "the marginal likelihood"
+        assert torch.equal(flat(models[1]), before)
+        with pytest.raises(ValueError, match="training diverged: the validation loss was not finite once"):
+            train(networks(1)[0], *pairs[0], validation=(1e200 * pairs[0][0], 1e200 * pairs[0][1]), epochs=3)
+    else:
+        runs = train_ensemble(models, pairs, **recipe)
+        assert runs[1].best_epoch == 20  # the one look that had a value
+        assert runs[1].divergence is None
+    for b in (0, 2):
+        assert torch.equal(flat(models[b]), flat(plain[b]))
+        np.testing.assert_array_equal(runs[b].l2, expected[b].l2)
+
+
+def test_clean_data_without_noise_end_with_the_best_that_was_seen():
+    """Repeated rows, fitted exactly: in time S + diag(l2) is singular in float64, or the bounds are reached."""
+    X, y = torch.eye(4, dtype=F64).repeat(10, 1), torch.linspace(-1.3, 1.3, 4, dtype=F64).repeat(10)
+    recipe = {"l2": "marglik", "epochs": 5000, "learning_rate": (1e-2, 1e-5)}
+    models = replicate(lambda: mlp(4, (20,)).float(), range(2))
+    other = (torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), y)
+    runs = train_ensemble(models, [(X, y), other], **recipe)
+    for run in runs:
+        assert run.divergence is None
+        assert np.isfinite([run.best, run.noise, *run.l2]).all()
+    assert runs[0].noise < 1e-2
+
+
 def test_modules_that_are_no_chains_are_tuned_too():
     class Wrapped(nn.Module):
         def __init__(self, inner):

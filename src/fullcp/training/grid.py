@@ -13,7 +13,7 @@ from torch import nn
 
 from fullcp.inputs import ModelTraits, check_positive_int, model_traits, read_rows
 from fullcp.training.build import build_stack
-from fullcp.training.losses import read_loss
+from fullcp.training.losses import read_loss, wants_same_shape
 from fullcp.training.pool import pairs_of, read_pool
 from fullcp.training.trainer import run_all
 from fullcp.training.watch import mean_loss
@@ -97,7 +97,7 @@ def grid_search(
         **recipe,
     )
     measure = read_loss(loss)
-    pool = read_pool(copies, held, same_shape=measure.same_shape, name="validation")
+    pool = read_pool(copies, held, same_shape=wants_same_shape(measure), name="validation")
     losses = mean_loss(build_stack(copies, pool.x), pool, measure).cpu().numpy()
     lost = np.array([run.divergence is not None for run in runs])
     losses = np.where(lost, np.inf, losses).reshape(len(models), len(values))

@@ -91,13 +91,45 @@ class _UserLoss:
 
 def read_loss(loss: object) -> Any:
     """The loss that the user names, or brings."""
-    if loss == "squared":
+    if isinstance(loss, str) and loss == "squared":
         return SquaredLoss()
-    if hasattr(loss, "gradient"):
-        return loss
-    if callable(loss):
-        return _UserLoss(loss)
-    raise TypeError(
-        f"loss must be 'squared' or a callable that takes outputs (..., O) and targets (..., K) and returns one number "
-        f"a row (...), got {loss!r}"
-    )
+    if not callable(loss):
+        raise TypeError(
+            "loss must be 'squared' or a callable that takes outputs (..., O) and targets (..., K) and returns one "
+            f"number a row (...), got {loss!r}"
+        )
+    return loss if hasattr(loss, "gradient") else _UserLoss(loss)
+
+
+def wants_same_shape(loss: Any) -> bool:
+    """Whether the targets must have a column an output."""
+    return bool(getattr(loss, "same_shape", False))
+
+
+def check_loss(loss: Any, f: Tensor, y: Tensor, name: str = "loss") -> None:
+    """Refuse a loss that does not give one number a row, and one gradient an output, for f (B, n, O) and y (B, n, K).
+
+    Broadcast against the weights of the rows, what has another shape would train something else without a word.
+    """
+    wanted = tuple(f.shape[:-1])
+    try:
+        losses, g = loss.gradient(f.clone(), y)
+        values = loss(f.clone(), y)
+    except Exception as error:  # whatever a user's function may raise
+        raise ValueError(
+            f"{name} cannot be computed and differentiated for outputs {tuple(f.shape)} and targets {tuple(y.shape)}: "
+            f"{error}"
+        ) from error
+    for what, found in (("returns", values), ("has a gradient() that gives as losses", losses)):
+        if not isinstance(found, Tensor):
+            raise TypeError(f"{name} must return a tensor, one number a row, got {type(found).__name__}")
+        if tuple(found.shape) != wanted:
+            raise ValueError(
+                f"{name} {what} a tensor of shape {tuple(found.shape)} for outputs of shape {tuple(f.shape)}; wanted "
+                f"is {wanted}, one number a row: use reduction='none' and sum over the last dimension"
+            )
+    if not isinstance(g, Tensor) or g.shape != f.shape:
+        shape = tuple(g.shape) if isinstance(g, Tensor) else type(g).__name__
+        raise ValueError(
+            f"{name} has a gradient() that gives {shape} for outputs of shape {tuple(f.shape)}, not theirs"
+        )

@@ -58,16 +58,17 @@ class Divergence:
     ----------
     epoch, step : counted from 0; the step within the epoch.
     learning_rate : at that step.
+    what : "the loss", or the criterion that never was finite, up to that step.
     """
 
     epoch: int
     step: int
     learning_rate: float
+    what: str = "the loss"
 
     def __str__(self) -> str:
-        return (
-            f"the loss is not finite in epoch {self.epoch}, step {self.step} (learning rate {self.learning_rate:.3g})"
-        )
+        found = "is not finite in" if self.what == "the loss" else "was not finite once up to"
+        return f"{self.what} {found} epoch {self.epoch}, step {self.step} (learning rate {self.learning_rate:.3g})"
 
 
 @dataclass
@@ -266,9 +267,21 @@ class Run:
                 self._retire(done)
 
     def _retire(self, done: Tensor) -> None:
-        """Networks chosen by a mask (B,) train no more: take their weights, the best ones if a watch judged them."""
+        """Networks chosen by a mask (B,) train no more: take their weights, the best ones if a watch judged them.
+
+        What a watch looked at without finding one finite value counts as diverged.
+        """
         judged = torch.isfinite(self._best)
-        taken = {b: self.stack.weights(b) for b in (done & ~judged).nonzero()[:, 0].tolist()}
+        taken: dict[int, list[Tensor]] = {}
+        for b in (done & ~judged).nonzero()[:, 0].tolist():
+            if self.watch is None:
+                taken[b] = self.stack.weights(b)
+                continue
+            last = self.epoch - 1
+            divergence = Divergence(last, len(self.steps) - 1, self.recipe.rate(last), self.watch.criterion)
+            self.outcomes[int(self.alive[b])] = Outcome(
+                None, self.l2[b].clone(), float(self.noise[b]), self.epoch, None, None, divergence
+            )
         if (done & judged).any():
             present = {name: value.clone() for name, value in self.stack.state().items()}
             self.stack.recall()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from fullcp.curvature import expand_l2
 from fullcp.inputs import check_positive_int
 from fullcp.progress import track
 from fullcp.training.build import build_stack
-from fullcp.training.checkpoint import Checkpoint
-from fullcp.training.losses import read_loss
+from fullcp.training.checkpoint import Checkpoint, read_path
+from fullcp.training.losses import SquaredLoss, check_loss, read_loss, wants_same_shape
 from fullcp.training.online import OnlineTuning, Schedule
 from fullcp.training.pool import Pool, read_pool
 from fullcp.training.run import Divergence, Outcome, Recipe, Run
 from fullcp.training.stack import trainable
 from fullcp.training.threads import one_thread_if_small
-from fullcp.training.watch import Validation, Watch
+from fullcp.training.watch import Validation, Watch, probe
 
 
 class DivergenceWarning(UserWarning):
@@ -45,6 +45,7 @@ class Training:
     best_epoch : after how many epochs the weights are those of now; None: the last.
     best : the criterion there: the validation loss, or minus the log marginal likelihood.
     divergence : where the loss ceased to be finite, None if it did not. Such a network has the weights it came with.
+    tuned : whether l2 and the noise were tuned during training.
     """
 
     losses: list[float]
@@ -54,11 +55,12 @@ class Training:
     best_epoch: int | None = None
     best: float | None = None
     divergence: Divergence | None = None
+    tuned: bool = False
 
     @property
     def log_marginal_likelihood(self) -> float | None:
         """Of the weights and hyperparameters kept, where l2 was tuned during training."""
-        return -self.best if self.best is not None and isinstance(self.l2, np.ndarray) else None
+        return -self.best if self.best is not None and self.tuned else None
 
 
 def train(
@@ -107,7 +109,8 @@ def train(
     tuning : `Schedule`
         When and how long "marglik" tunes.
     checkpoint : path
-        A file that is written every ten seconds: the same call after an interruption goes on from there.
+        A file that is written every ten seconds: the same call after an interruption goes on from there. It knows the
+        networks, the loss with all that it refers to, the data and the settings, and serves no other run.
 
     Examples
     --------
@@ -230,15 +233,18 @@ def run_all(
         check_positive_int("epochs", epochs), check_positive_int("batch_size", batch_size), read_rates(learning_rate)
     )
     _check_models(models)
+    checkpoint = None if checkpoint is None else read_path(checkpoint)
     loss = read_loss(loss)
     seeds = _read_seeds(seed, len(models))
     noises = _read_noise(noise, len(models))
-    pool = read_pool(models, data, same_shape=loss.same_shape)
+    pool = read_pool(models, data, same_shape=wants_same_shape(loss))
     tuned = any(isinstance(value, str) for value in l2)
     penalty = _expand(l2, models, pool.x.device)
     watch = _read_watch(models, pool, loss, validation, patience, tuned, tuning, recipe)
+    stack = build_stack(models, pool.x)
+    check_loss(loss, *probe(stack, pool))
     run = Run(
-        build_stack(models, pool.x),
+        stack,
         pool,
         loss=loss,
         l2=penalty,
@@ -247,7 +253,7 @@ def run_all(
         seeds=seeds.to(pool.x.device),
         watch=watch,
     )
-    complete(run, checkpoint, {"loss": repr(loss), "patience": patience, "tuning": repr(tuning), "tuned": tuned})
+    complete(run, checkpoint)
     outcomes = [run.outcomes[b] for b in range(len(models))]
     for model, outcome in zip(models, outcomes, strict=True):
         if outcome.weights is not None:
@@ -255,12 +261,9 @@ def run_all(
     return [_training(run, b, outcome, l2[b]) for b, outcome in enumerate(outcomes)]
 
 
-def complete(run: Run, checkpoint: str | Path | None = None, settings: dict[str, Any] | None = None) -> None:
+def complete(run: Run, checkpoint: str | Path | None = None) -> None:
     """Train to the end, from where the file of an earlier call left off."""
-    file = None
-    if checkpoint is not None:
-        facts = {**(settings or {}), "recipe": [*vars(run.recipe).values()]}
-        file = Checkpoint(checkpoint, run, facts)
+    file = None if checkpoint is None else Checkpoint(checkpoint, run)
     left = run.recipe.epochs - run.epoch
     with one_thread_if_small(len(run.stack) * min(run.recipe.batch_size, run.pool.width) * run.stack.size):
         for _ in track(range(left), "training", left):
@@ -274,11 +277,12 @@ def complete(run: Run, checkpoint: str | Path | None = None, settings: dict[str,
 def _training(run: Run, b: int, outcome: Outcome, given: Any) -> Training:
     """What the user is told of network b."""
     l2 = given
-    if isinstance(given, str):
+    tuned = isinstance(given, str)
+    if tuned:
         l2 = np.array([part[0].item() for part in torch.split(outcome.l2, run.stack.sizes)])
     losses = run.losses[: outcome.epochs, b].tolist()
-    found = Training(losses, l2, outcome.noise, outcome.epochs, outcome.best_epoch, outcome.criterion)
-    return found if outcome.divergence is None else replace(found, divergence=outcome.divergence)
+    best = outcome.best_epoch, outcome.criterion
+    return Training(losses, l2, outcome.noise, outcome.epochs, *best, divergence=outcome.divergence, tuned=tuned)
 
 
 def _read_watch(
@@ -300,13 +304,13 @@ def _read_watch(
     if tuned:
         if validation is not None:
             raise ValueError("validation and l2='marglik' both choose the weights to keep: give one of them")
-        if not loss.same_shape:
+        if not isinstance(loss, SquaredLoss):
             raise ValueError("l2='marglik' needs loss='squared': the marginal likelihood is that of Gaussian noise")
         groups = len(trainable(models[0]))
         return OnlineTuning(len(models), groups, recipe.epochs, tuning or Schedule(), pool.x.device)
     if validation is None:
         return None
-    held = read_pool(models, validation, same_shape=loss.same_shape, name="validation", like=pool)
+    held = read_pool(models, validation, same_shape=wants_same_shape(loss), name="validation", like=pool)
     return Validation(held, loss, patience=patience)
 
 
