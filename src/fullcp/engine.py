@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fullcp.curvature import Curvature, Query, points_within
 from fullcp.features import FeatureRows
+from fullcp.grouping import groups_by_label, groups_by_rank
 from fullcp.influence import absolute_changepoints, score_lines, signed_changepoints, signed_changepoints_blocks
 from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
-from fullcp.pruning import SortedRows, Window
+from fullcp.pruning import SortedRows, Surroundings, Window
 from fullcp.regions import (
     Interval,
     absolute_p_values,
@@ -28,11 +29,7 @@ from fullcp.regions import (
 
 Ranks = list[tuple[int, int]]
 
-# Test points at a time: of like leverage, so that one window serves them, and enough for products at full speed.
-_GROUP = {"cpu": 128, "cuda": 512}
-_LIKE_LEVERAGES, _LIKE_LABELS = 1024, 32  # for p-values: points of like leverage, and of these some with near labels
 _FEWEST_ROWS = 256  # below, bounds take longer than the products they spare
-_LARGEST_SHARE = 0.5  # of the rows: above, all of them in their order are had faster than those that remain
 _IN_FLIGHT = 6  # arrays of test x train numbers at a time
 
 
@@ -108,13 +105,13 @@ class Engine:
             return torch.stack([value(low, up, f[:, o], y[:, o]) for o, (low, up) in enumerate(pairs)], dim=1)
         p = torch.empty_like(y)
         for o in range(y.shape[1]):
-            for points, window in self._windows_of_labels(o, query.of_one.leverage[:, 0, 0], f[:, o], y[:, o]):
-                rows = None if window is None else window.rows
-                below = 0 if window is None else window.below[0]
-                others = (0, 0) if rows is None else (below, len(self.e) - len(rows) - below)
-                for some in self._parts(points, len(self.e) if rows is None else len(rows)):
-                    ends = self._changepoints(o, query.of_one, some, rows)
-                    p[some, o] = value(*ends, f[some, o], y[some, o], others)
+            for points, around in self._surroundings(o, query.of_one.leverage[:, 0, 0], f[:, o], y[:, o]):
+                rows = None if around is None else around.rows
+                for some in self._parts(torch.arange(len(points)), len(self.e) if rows is None else len(rows)):
+                    at = points[some]
+                    ends = self._changepoints(o, query.of_one, at, rows)
+                    others = (0, 0) if around is None else around.others(some, len(self.e))
+                    p[at, o] = value(*ends, f[at, o], y[at, o], others)
         return p
 
     def score_lines(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,31 +144,19 @@ class Engine:
 
     def _windows(self, o: int, h: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Window | None]]:
         """Groups of test points of leverages h (m,), each with the rows that can matter to them; None is all rows."""
-        N = len(self.e)
         wanted = self._wanted(ranks)
         if not self.prunes or not wanted:
-            yield torch.arange(len(h), device=h.device), None
-            return
-        order = torch.split(h.argsort(), _GROUP.get(h.device.type, _GROUP["cpu"]))
-        leverages = torch.stack([h[torch.stack([group[0], group[-1]])] for group in order]).tolist()
-        windows = self._sorted_rows(o).windows([(low, high) for low, high in leverages], wanted, self.memory // 8)
-        for group, window in zip(order, windows, strict=True):
-            yield group, None if len(window.rows) > _LARGEST_SHARE * N else window
+            return iter([(torch.arange(len(h), device=h.device), None)])
+        return groups_by_rank(self._sorted_rows(o), h, wanted, self.memory // 8)
 
-    def _windows_of_labels(self, o: int, h: Tensor, f: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Window | None]]:
+    def _surroundings(self, o: int, h: Tensor, f: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Surroundings | None]]:
         """Groups of test points with labels near each other, each with the rows whose side of them is not certain."""
-        every = torch.arange(len(h), device=h.device)
-        if not self.prunes:
-            yield every, None
-            return
+        if not self.prunes or len(h) == 0:
+            return iter([(torch.arange(len(h), device=h.device), None)])
         r = (y - f).abs() if self.residuals == "absolute" else y - f
         z, room = r / (1 + h), 2 * rounding_room(f, y) / (1 + h)
-        for alike in torch.split(h.argsort(), _LIKE_LEVERAGES):
-            for group in torch.split(alike[z[alike].argsort()], _LIKE_LABELS):
-                ends = [h[group].min(), h[group].max(), (z - room)[group].min(), (z + room)[group].max()]
-                low, high, least, most = torch.stack(ends).tolist()
-                window = self._sorted_rows(o).around((low, high), (least, most))
-                yield group, None if len(window.rows) > _LARGEST_SHARE * len(self.e) else window
+        rows, width = self._sorted_rows(o), self.features.size
+        return groups_by_label(rows, h, z - room, z + room, width, self.memory // 8)
 
     def _sorted_rows(self, o: int) -> SortedRows:
         if o not in self._sorted:
