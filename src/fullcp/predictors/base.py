@@ -34,7 +34,7 @@ from fullcp.inputs import (
     read_rows,
     read_single_level,
 )
-from fullcp.joint import JointScores, read_scales
+from fullcp.joint import JointScores, PrunedScores, read_scales
 from fullcp.memory import DEFAULT_MEMORY, parse_memory
 from fullcp.predictors.fingerprint import Fingerprint, alike
 from fullcp.predictors.result import PredictionIntervals
@@ -304,7 +304,7 @@ class Predictor(ABC):
         """Refuse joint="max" where several outputs cannot be ranked together."""
         raise ValueError(f"joint='max' needs a conformal method, {type(self).__name__} has no residuals to rank")
 
-    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores:
+    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores | PrunedScores:
         """The scores that joint="max" ranks, for scales (O,); asked for only after `_check_rectangles`."""
         raise NotImplementedError
 
