@@ -6,6 +6,7 @@ import copy
 import warnings
 from fractions import Fraction
 from math import ceil, floor
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -283,3 +284,45 @@ def test_settings_come_back_as_they_were_given(tmp_path):
     loaded = fullcp.CVPlusRegressor.load(tmp_path / "cv", model)
     assert list(loaded.learning_rate) == [0.02, 0.01]
     assert loaded.l2 == [0.1, 0.2, 0.3, 0.4]
+
+
+@pytest.mark.parametrize("memory", ["1GB", "1MB"])  # in 1 MB, gradients are computed again where they are needed
+@pytest.mark.parametrize(("curvature", "outputs"), [("full", 1), ("low_rank", 1), ("last_layer", 1), ("last_layer", 3)])
+def test_the_pruned_engine_has_the_same_ends(curvature, outputs, memory):
+    """Intervals and p-values from few rows are those of all models without a row, infinite ends too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs))
+    X = torch.randn(900, 3)
+    X[::90] *= 30  # leverages next to 1
+    y = X[:, :1] + (1 + X[:, :1].abs()) * torch.randn(900, outputs)
+    y[100:120] = model(X[100:120]).detach()  # residuals of 0, but for rounding
+    X_new = torch.cat([torch.randn(150, 3), 20 * torch.randn(10, 3)])
+    y_new = X_new[:, :1] + 2 * torch.randn(160, outputs)
+    cp = fullcp.JackknifePlusRegressor(model, curvature, l2=0.1, memory=memory).conformalize(X, y)
+    assert cp._engine.pruned is not None
+    levels = [0.5, 0.9, 0.99, 0.9995]  # the last is infinite with 900 rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fullcp.InfiniteIntervalWarning)
+        found, p = cp.predict_interval(X_new, levels).intervals, cp.p_value(X_new, y_new)
+        whole = cp.p_value(X_new, cp.predict(X_new))
+        with patch.object(cp._engine, "pruned", None):
+            torch.testing.assert_close(
+                found, cp.predict_interval(X_new, levels).intervals, rtol=1e-6 if memory == "1MB" else 1e-9, atol=1e-9
+            )
+            torch.testing.assert_close(p, cp.p_value(X_new, y_new), rtol=0, atol=1e-9 if memory == "1GB" else 2 / 901)
+            assert torch.equal(whole, cp.p_value(X_new, cp.predict(X_new)))
+    assert found[:, 0, -1].isneginf().all()
+    assert found[:, 1, -1].isposinf().all()
+    assert found[:, :, :-1].isfinite().all()
+
+
+def test_rows_without_a_model_are_not_left_to_the_engine():
+    """Approximate curvature with leverages of 1 and more: full conformal prediction counts such rows otherwise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    X, y = torch.randn(600, 3), torch.randn(600)
+    X[:40] *= 10
+    cp = fullcp.JackknifePlusRegressor(model, "kfac", l2=1e-4)
+    with pytest.warns(fullcp.MissingScoreWarning):
+        cp.conformalize(X, y)
+    assert cp._engine.pruned is None

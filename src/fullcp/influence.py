@@ -213,8 +213,12 @@ def score_lines(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) -> tuple
     u = {"standard": torch.ones_like(gap), "deleted": gap, "studentized": gap.clamp(min=0).sqrt()}[score]
     if score != "standard":
         u = u.masked_fill(gap <= 0, float("nan"))
-    b = {"standard": 1 / (1 + h), "deleted": torch.ones_like(h), "studentized": (1 + h).rsqrt()}[score]
-    return e / u, c / (u * lift), b
+    return e / u, c / (u * lift), own_weight(score, h)
+
+
+def own_weight(score: str, h: Tensor) -> Tensor:
+    """b, what the new point's own score is as a multiple of |r|, for leverages h of any shape."""
+    return {"standard": 1 / (1 + h), "deleted": torch.ones_like(h), "studentized": (1 + h).rsqrt()}[score]
 
 
 def direct_changepoints(residuals: str, e: Tensor, c: Tensor, h: Tensor) -> list[tuple[Tensor, Tensor]]:

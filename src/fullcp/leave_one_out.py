@@ -14,6 +14,11 @@ Ramdas and Tibshirani, 2021) takes order statistics of the ends
 
 the floor(alpha (N + 1))-th smallest of the lower, the ceil((1 - alpha)(N + 1))-th smallest of the upper ones. Every
 output is a problem of its own, since no model without row i depends on the label that is asked about.
+
+Normalised, the ends of one output, or of one that shares no parameter, are |e_i| (1 + h) / (P_i -+ sign(e_i) c_i) with
+the P_i of studentized scores: the changepoints of absolute residuals (`fullcp.influence`), one on each side of f. So
+are the ranks, and as many ends lie on the label's side of f and beyond it as rows count for it. There the pruned engine
+of full conformal prediction has the same intervals and p-values from few rows.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fullcp.curvature import Curvature, points_within
+from fullcp.engine import Engine
 from fullcp.features import FeatureRows
 from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
@@ -83,14 +89,23 @@ class LeaveOneOut:
             rows_within(memory // 4, 4 * 8 * N * O + 8 * N * O * O + in_flight, at_most=4096),
             points_within(curvature, features.jacobian, memory // 8),
         )
+        self.pruned: Engine | None = None
+        if normalized and (O == 1 or curvature.independent) and not bool(self.missing.any()):
+            engine = Engine(curvature, features, e, slack, score="studentized", residuals="absolute", memory=memory)
+            if engine.prunes:
+                self.pruned, self.points = engine, engine.points
 
     def intervals(self, phi: Tensor, levels: list[Fraction]) -> Tensor:
         """Ends of the intervals of m test points phi (m, O, D) relative to the predictions: (m, 2, L, O)."""
+        if self.pruned is not None:
+            return self.pruned.intervals(phi, levels)
         lower, upper = self._ends(phi)
         return torch.stack([plus_intervals(*ends, levels) for ends in zip(lower, upper, strict=True)], dim=3)
 
     def p_values(self, phi: Tensor, f: Tensor, y: Tensor) -> Tensor:
         """p-values of labels y (m, O) where f (m, O) is predicted: (m, O)."""
+        if self.pruned is not None:
+            return self.pruned.p_values(phi, f, y)
         lower, upper = self._ends(phi)
         columns = zip(lower, upper, f.T, y.T, strict=True)
         return torch.stack([plus_p_values(*column) for column in columns], dim=1)

@@ -25,7 +25,7 @@ from fullcp.engine import Engine
 from fullcp.features import FeatureRows, Jacobian, Network, select_parameters
 from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice
-from fullcp.joint import JointScores, check_uncoupled, full_scores
+from fullcp.joint import JointScores, PrunedScores, check_uncoupled, full_scores
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
 from fullcp.predictors.units import warn_if_poor
 from fullcp.refinement import refine, relative_shift
@@ -301,9 +301,8 @@ class FullConformalRegressor(Predictor):
     def _check_rectangles(self) -> None:
         check_uncoupled(self._engine.slack, 1.0)
 
-    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores:
-        e, slack, query = self._engine.e, self._engine.slack, self.curvature_.query(_phi(batch))
-        return full_scores(self.score_, e, slack, query, self._features, scales, self._budget() // 4)
+    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores | PrunedScores:
+        return full_scores(self._engine, _phi(batch), scales)
 
     def _rows_needed(self, level: Fraction) -> int:
         return rows_needed(level, self.residuals_)
