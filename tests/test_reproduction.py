@@ -137,6 +137,22 @@ def test_rows_say_where_they_come_from(small_yacht):
     assert int(tuned["networks"]) == 6 * len(tuned["roles"].split())
 
 
+def test_what_is_written_is_what_was_trained(small_yacht):
+    ask(small_yacht, stage="train", seeds=3, methods=("LA",))
+    ask(small_yacht, stage="evaluate", seeds=3, methods=("LA",))
+    with pytest.raises(ValueError, match=r"holds networks trained otherwise \(epochs=120\)"):
+        ask(small_yacht, stage="write", seeds=3, methods=("LA",), epochs=None)
+    assert not (small_yacht / "results").exists()
+    # A repeat whose folds are gone is not among the seeds.
+    lines = small_yacht / "run" / "yacht" / "folds.csv"
+    kept = [line for line in lines.read_text().splitlines() if line.split(",")[1:2] != ["1"]]
+    lines.write_text("\n".join(kept) + "\n")
+    ask(small_yacht, stage="write", seeds=3, methods=("LA",))
+    rows = read_rows(small_yacht / "results" / "main.csv")
+    assert {(r["repeats"], r["seeds"]) for r in rows} == {("2", "0, 2")}
+    assert rows[0]["command"].endswith("--seeds 3")
+
+
 def test_nothing_is_written_of_nothing(small_yacht):
     assert ask(small_yacht, stage="write") == ["main: nothing is evaluated of yacht yet"]
     assert not (small_yacht / "results").exists()

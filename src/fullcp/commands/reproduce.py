@@ -51,6 +51,7 @@ def reproduce(
     """Train the networks of a table as ensembles, evaluate every method on them, write the table."""
     from fullcp.experiments import reproduction
     from fullcp.experiments.box_tables import Photographs
+    from fullcp.vision import DivergedError
 
     start = time.perf_counter()
     request = reproduction.Request(
@@ -71,6 +72,6 @@ def reproduce(
         reproduction.run(
             request, say=lambda text: notes.print(f"[{time.perf_counter() - start:7.1f} s] {text}", markup=False)
         )
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, DivergedError) as error:
         notes.print(f"fullcp: {error}", style="red", markup=False)
         sys.exit(1)

@@ -117,10 +117,11 @@ def _run_dataset(request: Request, table: Table, device: torch.device, say: Say)
         evaluator.run(arms)
     if request.stage in ("write", "all"):
         results = _results(request, say)
+        # First, for it refuses networks that were trained otherwise than asked for.
+        results.write_training(RunFolder(request.run_dir, table.name, protocol.training_facts()))
         for spec in request.specs():
             if table.name in spec.datasets:
                 results.write(spec.name, protocol, table.X.shape, spec.chosen(request.methods))
-        results.write_training(RunFolder(request.run_dir, table.name, protocol.training_facts()))
 
 
 def _check_results(request: Request, say: Say) -> None:
@@ -155,8 +156,8 @@ def _run_synthetic(request: Request, device: torch.device, say: Say) -> None:
         task.evaluate(arms, request.memory)
     if request.stage in ("write", "all"):
         results = _results(request, say)
-        results.write_synthetic(repeats, epochs, arms)
         results.write_training(task.store)
+        results.write_synthetic(repeats, epochs, arms)
 
 
 def _run_boxes(request: Request, device: torch.device, say: Say) -> None:

@@ -207,13 +207,13 @@ def _rows(of: Row, lines: Sequence[Values], arms: Sequence[Arm], options: str) -
     words = ["fullcp reproduce --table", of["table"], *(["--datasets", of["dataset"]] if of["dataset"] else [])]
     command = " ".join(words) + options
     for arm in arms:
-        for summary in summarise([line for line in lines if line["method"] == arm.name]):
+        own = [line for line in lines if line["method"] == arm.name]
+        for summary in summarise(own):
             row = {
                 **of,
                 **_as_rows([arm])[0],
                 **summary,
-                "seeds": f"0 to {int(str(summary['repeats'])) - 1}",
-                "command": f"{command} --seeds {summary['repeats']}",
+                "command": f"{command} --seeds {max(int(line['repeat']) for line in own) + 1}",
             }
             found.append({column: row[column] for column in COLUMNS})
     return found
