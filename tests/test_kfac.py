@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fullcp
 from cases import NETWORKS, Tied, build
 from fullcp.curvature import fit_curvature, jacobian_for, last_layer_gram, spectrum
 from fullcp.curvature.kfac import kfac_blocks
 from fullcp.features import FeatureRows, Jacobian, gram_product
+from fullcp.features.penultimate import is_last_layer
 from reference import dense_jacobian, dense_kfac
 
 
@@ -33,6 +37,58 @@ CHAINS = {
     "convolution, padding": (lambda: convolutions(padding=(1, 2)), (2, 7, 6)),
     "convolution, all": (lambda: convolutions(stride=2, padding=2, dilation=(2, 1), bias=False), (2, 7, 6)),
 }
+
+
+class Last(nn.Module):
+    """A recurrent layer, and a linear one on what it gives last."""
+
+    def __init__(self, layer, head):
+        super().__init__()
+        self.layer, self.head = layer, head
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, -1])
+
+
+class Renamed(nn.Linear):
+    """A linear layer under another name."""
+
+
+class Doubled(nn.Linear):
+    """Its weight counts twice."""
+
+    def forward(self, x):
+        return F.linear(x, 2 * self.weight, self.bias)
+
+
+class Summed(nn.Linear):
+    """It gives other shapes than a linear layer does."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias).sum(-1, keepdim=True)
+
+
+class Adapted(nn.Linear):
+    """Something is added to what it gives, as adapters do."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.low = nn.Parameter(torch.randn(sizes[0]))
+
+    def forward(self, x):
+        return super().forward(x) + torch.tanh(x @ self.low).unsqueeze(-1)
+
+
+class Rounded(nn.Module):
+    """A network that runs under autocast by itself."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.network(x)
 
 
 def chain(name, rows=9, seed=0):
@@ -138,11 +194,56 @@ def test_any_network(name):
     assert torch.isfinite(V).all()
 
 
+@pytest.mark.parametrize("kind", [Renamed, Doubled, Summed, Adapted])
+def test_classes_derived_from_linear(kind):
+    """Each tensor has KFAC's block where its layer explains its gradients, and else the exact one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), kind(4, 2)).double()
+    X = torch.randn(9, 3, dtype=torch.float64)
+    flat = dense_jacobian(model, X)[1].flatten(0, 1)
+    S, start = flat.T @ flat, 0
+    blocks = {}
+    for block, (name, p) in zip(kfac_blocks(rows_of(model, X)), model.named_parameters(), strict=True):
+        blocks[name] = dense(block), S[start : start + p.numel(), start : start + p.numel()]
+        start += p.numel()
+    for name, (found, exact) in blocks.items():
+        layer = name.startswith("0") or kind in (Renamed, Adapted)
+        if "bias" in name or "low" in name or not layer:
+            torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-10, msg=name)
+    if kind is Renamed:
+        plain = nn.Sequential(*model[:2], nn.Linear(4, 2)).double()
+        plain.load_state_dict(model.state_dict())
+        assert_blocks(model, X, dense_kfac(plain, X))
+
+
+def test_a_large_layer_of_its_own_kind_is_named():
+    model = nn.Sequential(nn.Linear(3, 60), nn.Tanh(), Doubled(60, 50), nn.Tanh(), nn.Linear(50, 1)).double()
+    message = r"2\.weight belongs to a Doubled that uses it in a way of its own"
+    with pytest.raises(ValueError, match=message):
+        fit_curvature(rows_of(model, torch.randn(9, 3).double()), "kfac", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("network", "shape"),
+    [
+        (lambda: nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 1)), (8,)),
+        (lambda: nn.Sequential(nn.Conv2d(2, 40, 2), nn.Tanh(), nn.Flatten(), nn.Linear(40 * 4, 1)), (2, 3, 3)),
+    ],
+)
+def test_autocast_inside_of_the_network(network, shape):
+    torch.manual_seed(0)
+    plain, X = network(), torch.randn(60, *shape)
+    found, expected = (fit_curvature(rows_of(model, X), "kfac", 1.0) for model in (Rounded(plain), plain))
+    torch.testing.assert_close(found.slack(), expected.slack(), rtol=0.02, atol=0.02)
+
+
 class TestRefusals:
     X = torch.randn(12, 4, dtype=torch.float64)
 
     def test_a_weight_in_two_places(self):
-        with pytest.raises(ValueError, match=r"a\.weight is used in more than one place .* curvature='full'"):
+        with pytest.raises(
+            ValueError, match=r"a\.weight is used in more than one place .* curvature='full', 'low_rank'"
+        ):
             fit_curvature(rows_of(Tied().double(), self.X), "kfac", 1.0)
 
     def test_a_layer_used_twice(self):
@@ -160,14 +261,29 @@ class TestRefusals:
             def forward(self, x):
                 return self.a(x) + torch.tanh(x) @ self.a.weight.T
 
-        with pytest.raises(ValueError, match=r"a\.weight is used in more than one place"):
+        with pytest.raises(ValueError, match=r"gradients of a\.weight are not those that its layer explains"):
             fit_curvature(rows_of(Past().double(), self.X), "kfac", 1.0)
 
-    def test_large_tensors_of_other_kinds(self):
-        model = nn.Sequential(nn.Embedding(600, 4), nn.Flatten(), nn.Linear(8, 1))
-        X = torch.randint(600, (9, 2))
-        with pytest.raises(ValueError, match=r"0\.weight is no weight .* 2400 entries .* requires_grad away"):
-            fit_curvature(rows_of(model, X), "kfac", 1.0)
+    @pytest.mark.parametrize(
+        ("kind", "name", "owner"),
+        [
+            (lambda: nn.Sequential(nn.Embedding(600, 4), nn.Flatten(), nn.Linear(8, 1)), "0.weight", "Embedding"),
+            (lambda: Last(nn.LSTM(4, 30, batch_first=True), nn.Linear(30, 1)), "layer.weight_hh_l0", "LSTM"),
+            (lambda: nn.Sequential(nn.Conv1d(2, 300, 4), nn.Flatten(), nn.Linear(300, 1)), "0.weight", "Conv1d"),
+            (
+                lambda: nn.Sequential(
+                    nn.Unflatten(2, (2, 2)), nn.Conv2d(3, 999, 2, groups=3), nn.Flatten(), nn.Linear(999, 1)
+                ),
+                "1.weight",
+                "Conv2d of 3 groups",
+            ),
+        ],
+    )
+    def test_large_tensors_of_other_kinds(self, kind, name, owner):
+        X = torch.randint(600, (9, 2)) if owner == "Embedding" else torch.randn(9, 3 if "groups" in owner else 2, 4)
+        message = rf"{re.escape(name)} belongs to a .*{owner}, .* entries .* 'low_rank', .* requires_grad away"
+        with pytest.raises(ValueError, match=message):
+            fit_curvature(rows_of(kind(), X), "kfac", 1.0)
 
     def test_l2_that_varies_within_a_tensor(self):
         model = nn.Linear(4, 1).double()
@@ -236,6 +352,24 @@ class TestLastLayer:
             fit_curvature(features, "last_layer", torch.arange(1.0, 11.0))
         with pytest.raises(ValueError, match="the last layer's parameters alone"):
             fit_curvature(rows_of(mlp(), torch.randn(9, 3)), "last_layer", 1.0)
+
+    def test_classes_derived_from_linear(self):
+        """Where z and 1 are its gradients, exactly what nn.Linear has; elsewhere it is found out, named or not."""
+        X, y = torch.randn(40, 3, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
+        body = nn.Sequential(nn.Linear(3, 6), nn.Tanh()).double()
+        plain, renamed, doubled = (nn.Sequential(body, kind(6, 1)).double() for kind in (nn.Linear, Renamed, Doubled))
+        for model in (renamed, doubled):
+            model[1].load_state_dict(plain[1].state_dict())
+        assert is_last_layer(Jacobian(renamed, X, only=["1.weight", "1.bias"]), X)
+        left, right = (fit_curvature(rows_of(m, X, "last_layer"), "last_layer", 0.3) for m in (renamed, plain))
+        torch.testing.assert_close(left.slack(), right.slack())
+        for model in (doubled, nn.Sequential(body, nn.utils.parametrizations.weight_norm(nn.Linear(6, 1).double()))):
+            with pytest.raises(ValueError, match=r"does something of its own with 1\..*name the layer"):
+                jacobian_for("last_layer", model, X)
+            named = fullcp.FullConformalRegressor(model, "last_layer", l2=0.3, parameters="1").conformalize(X, y)
+            exact = fullcp.FullConformalRegressor(model, "full", l2=0.3, parameters="1").conformalize(X, y)
+            assert named.curvature_.name == "full, primal"
+            torch.testing.assert_close(torch.tensor(named.leverages_), torch.tensor(exact.leverages_))
 
     def test_a_frozen_weight_leaves_the_bias(self):
         model, X = nn.Linear(4, 2), torch.randn(12, 4)

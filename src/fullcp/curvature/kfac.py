@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullcp.curvature.eigen import Block, EigenCurvature, expand_over, restore_blocks
 from fullcp.features import FeatureRows, Jacobian, Network
-from fullcp.features.layers import Layer, Signal, layers_of, signals
+from fullcp.features.layers import Layer, Signal, has_own_forward, layers_of, signals
 from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
 from fullcp.progress import track
@@ -33,6 +33,7 @@ _MOST_ROWS = 4096
 _AGREEMENT = 1e-3  # relative to the largest entry: the signals in the network's precision against the gradients
 _AGREEMENT_HALF = 5e-2
 _LARGEST_EXACT = 2000  # entries of a tensor whose block is held whole
+_OTHERS = "use curvature='full', 'low_rank', 'last_layer' or 'diagonal'"
 
 
 def fit_kfac(features: FeatureRows, l2: object, *, cross: bool = True) -> EigenCurvature:
@@ -187,23 +188,35 @@ def _layers_with_factors(features: FeatureRows) -> tuple[dict[Layer, _Factors], 
     layers: dict[Layer, _Factors] = {}
     for call in calls:
         weight, bias = call.module.weight, call.module.bias
+        explained: dict[int, str] = {}
         for p, gradient in ((weight, call.in_weight()), (bias, call.in_bias())):
             name = names.get(id(p))
             if name is None:
                 continue
-            if owners[id(p)] > 1 or uses[call.module] > 1 or not _agree(gradient, phi[name]):
+            if owners[id(p)] > 1 or uses[call.module] > 1:
                 raise ValueError(
                     f"{name} is used in more than one place of the network, where curvature='kfac' has no factors for "
-                    "it: use curvature='full', 'last_layer' or 'diagonal'"
+                    f"it: {_OTHERS}"
                 )
-        layers[call.module] = _Factors(names.get(id(weight)), names.get(id(bias)))
+            if _agree(gradient, phi[name], call):
+                explained[id(p)] = name
+            elif not has_own_forward(call.module):
+                raise ValueError(
+                    f"gradients of {name} are not those that its layer explains (the network uses it past the layer, "
+                    f"or mixes rows), so that curvature='kfac' has no factors for it: {_OTHERS}"
+                )
+        layers[call.module] = _Factors(explained.get(id(weight)), explained.get(id(bias)))
     width = torch.finfo(jacobian.dtype).bits // 8 + 8  # as they come, and in float64
     parts = sum(call.a.numel() + 2 * call.g.numel() for call in calls)
     return layers, Network.bytes_per_row(jacobian) + width * parts // len(probe)
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    share = _AGREEMENT if torch.finfo(expected.dtype).bits > 16 else _AGREEMENT_HALF
+def _agree(found: Tensor, expected: Tensor, signal: Signal) -> bool:
+    """Whether the gradients of a signal are those expected, to the least precision on the way."""
+    if found.shape != expected.shape:
+        return False
+    bits = min(torch.finfo(t.dtype).bits for t in (expected, signal.a, signal.g))
+    share = _AGREEMENT if bits > 16 else _AGREEMENT_HALF
     return bool((found - expected).abs().amax() <= share * expected.abs().amax())
 
 
@@ -238,7 +251,18 @@ def _check_sizes(features: FeatureRows, names: list[str]) -> None:
     for name in names:
         if parameters[name].numel() > _LARGEST_EXACT:
             raise ValueError(
-                f"{name} is no weight or bias of an nn.Linear or (ungrouped) nn.Conv2d layer, and with "
-                f"{parameters[name].numel()} entries too large for an exact block of its own (up to {_LARGEST_EXACT}): "
-                "use curvature='last_layer' or 'diagonal', or take its requires_grad away"
+                f"{name} belongs to {_owner(features.jacobian.model, parameters[name])}, which curvature='kfac' has no "
+                "factors for (it has them for nn.Linear and ungrouped nn.Conv2d), and with "
+                f"{parameters[name].numel()} entries it is too large for an exact block of its own (up to "
+                f"{_LARGEST_EXACT}): {_OTHERS}, or take its requires_grad away"
             )
+
+
+def _owner(model: nn.Module, parameter: nn.Parameter) -> str:
+    """The kind of module that holds a parameter, in words."""
+    owner = next(m for m in model.modules() if any(p is parameter for p in m.parameters(recurse=False)))
+    if isinstance(owner, nn.Conv2d) and owner.groups > 1:
+        return f"a {type(owner).__name__} of {owner.groups} groups"
+    if isinstance(owner, (nn.Linear, nn.Conv2d)):
+        return f"a {type(owner).__name__} that uses it in a way of its own"
+    return f"a module of type {type(owner).__name__}"

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from fullcp.features.factors import Factors, Part, Whole
 from fullcp.features.jacobian import Jacobian
-from fullcp.features.layers import Use, layers_of, uses
+from fullcp.features.layers import Use, is_usual, layers_of, uses
 from fullcp.features.network import Network, normal
 from fullcp.features.outputs import as_rows
 from fullcp.features.preserve import parameters_by_name, preserved
@@ -105,6 +105,8 @@ class Dissection:
         """Add one use of a layer or a normalisation by n rows; one that does not see row by row is left out."""
         module, (weight, bias) = use.module, self._watched[use.module]
         if use.x.shape[0] % n != 0 or use.x.ndim < (4 if isinstance(module, nn.Conv2d) else 2):
+            return
+        if not is_usual(use):
             return
         if not isinstance(module, (nn.Linear, nn.Conv2d)):
             if weight:

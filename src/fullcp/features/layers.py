@@ -75,7 +75,8 @@ class Signal:
 
     def in_weight(self) -> Tensor:
         """The gradients of the outputs in the weight, (n, O, out in)."""
-        return torch.einsum("ontp,ntq->nopq", self.g, self.a).flatten(2)
+        wide = torch.promote_types(self.g.dtype, self.a.dtype)  # a network that casts inside can have two
+        return torch.einsum("ontp,ntq->nopq", self.g.to(wide), self.a.to(wide)).flatten(2)
 
     def in_bias(self) -> Tensor:
         """The gradients of the outputs in the bias, (n, O, out)."""
@@ -83,11 +84,11 @@ class Signal:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """The layers whose signals can be had."""
+    """The layers whose signals can be had; one of a class derived from these may still use them in its own way."""
     return [
         module
         for module in model.modules()
-        if type(module) is nn.Linear or (type(module) is nn.Conv2d and module.groups == 1)
+        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
     ]
 
 
@@ -109,16 +110,44 @@ def uses(model: nn.Module, modules: Collection[nn.Module], x: Tensor) -> tuple[T
 
 
 def signals(model: nn.Module, layers: Collection[nn.Module], x: Tensor) -> list[Signal]:
-    """The signals of each use of the layers when `model` predicts the rows x (n, ...): one backward pass an output."""
+    """The signals of each use of the layers when `model` predicts the rows x (n, ...): one backward pass an output.
+
+    A layer that does not see row by row has its positions in the place of rows; a use that gives what no such layer
+    would is left out.
+    """
     found = []
     for use in uses(model, layers, x)[1]:
         module, a, g = use.module, use.x, use.g  # g (O, n, ...)
+        if not is_usual(use):
+            continue
         if isinstance(module, nn.Conv2d):
             found.append(Signal(module, patches(module, a), g.flatten(3).mT))
         else:
-            shape = len(x), a.numel() // (len(x) * a.shape[-1])  # n, T
-            found.append(Signal(module, a.reshape(*shape, -1), g.reshape(len(g), *shape, -1)))
+            positions = a.shape[:-1].numel()
+            n = len(x) if positions % len(x) == 0 else positions
+            a = a.reshape(n, positions // n, -1)
+            found.append(Signal(module, a, g.reshape(len(g), *a.shape[:2], -1)))
     return found
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether the class of a layer, derived from PyTorch's, does something of its own with the weight."""
+    kind = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
+    return type(layer).forward is not kind.forward
+
+
+def is_usual(use: Use) -> bool:
+    """Whether what came out of a module has the shape that its class stands for."""
+    layer, a, g = use.module, use.x, use.g
+    if not isinstance(layer, (nn.Linear, nn.Conv2d)):
+        return True
+    if not has_own_forward(layer):
+        return isinstance(layer, nn.Linear) or a.ndim == 4
+    if isinstance(layer, nn.Linear):
+        return a.shape[-1] == layer.in_features and g.shape[1:] == (*a.shape[:-1], layer.out_features)
+    if a.ndim != 4 or a.shape[1] != layer.in_channels:
+        return False
+    return g.shape[1:3] == (len(a), layer.out_channels) and patches(layer, a).shape[1] == g.shape[3:].numel()
 
 
 def patches(layer: nn.Conv2d, x: Tensor) -> Tensor:

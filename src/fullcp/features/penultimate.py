@@ -15,6 +15,9 @@ from fullcp.features.preserve import parameters_by_name, preserved, unwrap
 from fullcp.sources import Inputs
 
 _PROBE_ROWS = 2
+# Gradients of the last layer against [z, 1], relative to the largest: in the network's precision, whatever that is.
+_AGREEMENT = 1e-3
+_AGREEMENT_HALF = 5e-2
 
 
 def last_layer_parameters(model: nn.Module, x: Inputs) -> list[str]:
@@ -31,7 +34,7 @@ def last_layer_parameters(model: nn.Module, x: Inputs) -> list[str]:
             "output of its last: name the layer, such as parameters='head'; its exact curvature is taken then"
         )
     (layer,) = found
-    last = [p for p in layer.parameters(recurse=False) if id(p) in names]
+    last = [p for p in layer.parameters() if id(p) in names]  # those of parametrizations too
     if not last:
         raise ValueError("curvature='last_layer' needs parameters of the last layer that have requires_grad")
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
@@ -40,16 +43,23 @@ def last_layer_parameters(model: nn.Module, x: Inputs) -> list[str]:
             f"curvature='last_layer' needs a last layer that is used once, {names[id(last[0])]} is used elsewhere too: "
             "use curvature='full'"
         )
+    if not _is_linear_in(model, layer, last, x):
+        raise ValueError(
+            f"curvature='last_layer' needs a last layer that uses its weight as an nn.Linear does, "
+            f"{type(layer).__name__} does something of its own with {names[id(last[0])]}: name the layer, such as "
+            "parameters='head'; its exact curvature is taken then"
+        )
     return [names[id(p)] for p in last]
 
 
 def is_last_layer(jacobian: Jacobian, x: Inputs) -> bool:
     """Whether the parameters that count are those of one nn.Linear layer that gives the network's outputs."""
     try:
-        Penultimate(jacobian)(x[:_PROBE_ROWS])
+        single = Penultimate(jacobian)
+        single(x[:_PROBE_ROWS])
     except ValueError:
         return False
-    return True
+    return _is_linear_in(single.model, single.layer, list(jacobian.parameters.values()), x)
 
 
 class Penultimate(Jacobian):
@@ -115,7 +125,31 @@ class Penultimate(Jacobian):
 
 
 def _linear_layers(model: nn.Module) -> list[nn.Linear]:
-    return [module for module in model.modules() if type(module) is nn.Linear]
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def _is_linear_in(model: nn.Module, layer: nn.Linear, parameters: list[nn.Parameter], x: Inputs) -> bool:
+    """Whether the gradients of the outputs in parameters of the last layer are its input z (weight) and 1 (bias).
+
+    A class derived from nn.Linear, and weight normalisation, can have others.
+    """
+    probe = normal(x[:_PROBE_ROWS])
+    names = {id(p): name for name, p in parameters_by_name(model).items()}
+    with preserved(model, [names[id(p)] for p in parameters]):
+        with recording([layer]) as calls:
+            f = as_rows(model(probe), len(probe))
+        u = torch.linspace(0.5, 1.5, f.numel(), dtype=f.dtype, device=f.device).view_as(f)  # a sum tells of all outputs
+        found = torch.autograd.grad((u * f).sum(), parameters, materialize_grads=True)
+    z = calls[0][1].reshape(len(probe), -1)
+    bits = min(torch.finfo(t.dtype).bits for t in (z, f, *parameters))
+    share = _AGREEMENT if bits > 16 else _AGREEMENT_HALF
+    for p, gradient in zip(parameters, found, strict=True):
+        if p is not layer.weight and p is not layer.bias:
+            return False
+        expected = u.double().T @ z.double() if p is layer.weight else u.double().sum(0)
+        if gradient.shape != expected.shape or (gradient - expected).abs().amax() > share * expected.abs().amax():
+            return False
+    return True
 
 
 def _same_numbers(output: Tensor, f: Tensor) -> bool:
