@@ -46,6 +46,11 @@ def plus_intervals(lower: Tensor, upper: Tensor, levels: list[Fraction]) -> Tens
     return torch.stack([low, order_statistics(upper, ranks)], dim=1)
 
 
+def joint_sizes(sizes: Tensor, scales: Tensor) -> Tensor:
+    """T_i sigma_o, (N, O), of sizes (N, O) and scales (O,): what every output is given in place of its own size."""
+    return (sizes / scales).amax(1, keepdim=True) * scales
+
+
 def plus_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor) -> Tensor:
     """(1 + min(#{lower_i <= y}, #{upper_i >= y})) / (N + 1) for labels y (m,), ends relative to f (m,).
 
@@ -95,22 +100,25 @@ class LeaveOneOut:
             if engine.prunes:
                 self.pruned, self.points = engine, engine.points
 
-    def intervals(self, phi: Tensor, levels: list[Fraction]) -> Tensor:
-        """Ends of the intervals of m test points phi (m, O, D) relative to the predictions: (m, 2, L, O)."""
-        if self.pruned is not None:
+    def intervals(self, phi: Tensor, levels: list[Fraction], scales: Tensor | None = None) -> Tensor:
+        """Ends of the intervals of m test points phi (m, O, D) relative to the predictions: (m, 2, L, O).
+
+        With scales (O,) they are joint rectangles.
+        """
+        if self.pruned is not None and scales is None:
             return self.pruned.intervals(phi, levels)
-        lower, upper = self._ends(phi)
+        lower, upper = self._ends(phi, scales)
         return torch.stack([plus_intervals(*ends, levels) for ends in zip(lower, upper, strict=True)], dim=3)
 
-    def p_values(self, phi: Tensor, f: Tensor, y: Tensor) -> Tensor:
-        """p-values of labels y (m, O) where f (m, O) is predicted: (m, O)."""
-        if self.pruned is not None:
+    def p_values(self, phi: Tensor, f: Tensor, y: Tensor, scales: Tensor | None = None) -> Tensor:
+        """p-values of labels y (m, O) where f (m, O) is predicted: (m, O), by the ends of each output."""
+        if self.pruned is not None and scales is None:
             return self.pruned.p_values(phi, f, y)
-        lower, upper = self._ends(phi)
+        lower, upper = self._ends(phi, scales)
         columns = zip(lower, upper, f.T, y.T, strict=True)
         return torch.stack([plus_p_values(*column) for column in columns], dim=1)
 
-    def _ends(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+    def _ends(self, phi: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
         """What each of the N models has for its ends, relative to the predictions with all rows: (O, m, N) each."""
         query = self.curvature.query(phi)
         check_all_finite(None, {"leverages": query.leverage})
@@ -118,10 +126,11 @@ class LeaveOneOut:
         lower = phi.new_empty(O, len(phi), N, dtype=torch.float64)
         upper = torch.empty_like(lower)
         own = 1 + query.leverage.diagonal(dim1=1, dim2=2).T  # (O, m)
+        size = self.size if scales is None else joint_sizes(self.size, scales)
         for rows in self.features.slices():
             C = query.cross(rows)  # (m, n, O, O)
             move = torch.einsum("mnop,no->pmn", C, self.q[rows])
-            width = self.size[rows].T.unsqueeze(1)  # (O, 1, n)
+            width = size[rows].T.unsqueeze(1)  # (O, 1, n)
             if self.normalized:
                 more = torch.einsum("mnop,nor,mnrp->pmn", C, self.inverse[rows], C)
                 width = width * more.add_(own.unsqueeze(2)).sqrt_()

@@ -294,7 +294,7 @@ def _full_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     settings: dict[str, Any] = {"curvature": "last_layer", "l2": float(tuning.l2[0]), "memory": _MEMORY}
     yield from _both_ways("ACP-GN", FullConformalRegressor(part.head, **settings).conformalize(*part.fit), part, levels)
     jackknife = JackknifePlusRegressor(part.head, **settings).conformalize(*part.fit)
-    yield from _regions("jackknife+", jackknife, part, levels, ["bonferroni"])
+    yield from _both_ways("jackknife+", jackknife, part, levels)
     la = LaplaceRegressor(part.head, noise=tuning.noise, **settings).fit(*part.fit)
     z, y = part.test
     # The rectangle around an ellipsoid: where one coordinate alone reaches the radius.
@@ -327,13 +327,7 @@ def _split_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
 
 
 def _both_ways(method: str, cp: Predictor, part: Part, levels: Sequence[float]) -> Iterator[Region]:
-    yield from _regions(method, cp, part, levels, ["bonferroni", "max"])
-
-
-def _regions(
-    method: str, cp: Predictor, part: Part, levels: Sequence[float], joints: Sequence[str]
-) -> Iterator[Region]:
-    for joint in joints:
+    for joint in ("bonferroni", "max"):
         yield Region(method, joint, cp.n_rows_, cp.predict_interval(part.test[0], list(levels), joint=joint).intervals)
 
 

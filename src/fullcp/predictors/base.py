@@ -203,7 +203,7 @@ class Predictor(ABC):
         parts = [
             self._p_values(batch, labels[where])
             if sizes is None
-            else self._joint_scores(batch, sizes).p_values(batch.f, labels[where])
+            else self._rectangle_p_values(batch, labels[where], sizes)
             for where, batch in self._batches(rows.x)
         ]
         p = torch.cat(parts)
@@ -303,8 +303,8 @@ class Predictor(ABC):
     def _check_rectangles(self) -> None:
         """Refuse joint="max" where several outputs cannot be ranked together."""
         raise ValueError(
-            f"joint='max' is for split and full conformal methods, which rank one score a row; {type(self).__name__} "
-            "takes joint='bonferroni'"
+            f"joint='max' is for conformal methods, which rank one score a row; {type(self).__name__} takes "
+            "joint='bonferroni'"
         )
 
     def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores | PrunedScores:
@@ -445,8 +445,16 @@ class Predictor(ABC):
         """Ends of intervals or, with scales, of joint rectangles, (m, 2, L, O)."""
         if scales is None:
             return self._ends(batch, levels)
+        return batch.f[:, None, None] + self._rectangles(batch, levels, scales)
+
+    def _rectangles(self, batch: Batch, levels: list[Fraction], scales: Tensor) -> Tensor:
+        """Ends of joint rectangles relative to the predictions, (m, 2, L, O)."""
         half = self._joint_scores(batch, scales).half_widths(levels)
-        return batch.f[:, None, None] + torch.stack([-half, half], dim=1)
+        return torch.stack([-half, half], dim=1)
+
+    def _rectangle_p_values(self, batch: Batch, y: Tensor, scales: Tensor) -> Tensor:
+        """p-values of the labels y (m, O) by joint rectangles, (m, 1)."""
+        return self._joint_scores(batch, scales).p_values(batch.f, y)
 
     def _batches(self, x: Inputs, *, gradients: bool | None = None) -> Iterator[tuple[slice, Batch]]:
         """The test points in batches, with their gradients where the method (or the caller) asks for them."""
