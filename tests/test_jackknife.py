@@ -404,6 +404,6 @@ def test_joint_rectangles_of_cv_plus():
     alone = cp.predict_interval(X_new, 0.8)
     both = ((y_new >= alone.lower[:, 0]) & (y_new <= alone.upper[:, 0])).all(1).double().mean()
     assert 0.74 < inside < 0.92
-    assert both < 0.72
+    assert both < inside - 0.05
     p = cp.p_value(X_new, y_new, joint="max", scales=[0.5, 1.0])
     assert torch.equal(p > 0.2, ((y_new >= found.lower[:, 0]) & (y_new <= found.upper[:, 0])).all(1))
