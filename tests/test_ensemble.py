@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import cases
-from fullcp.training import DivergenceWarning, PinballLoss, grid_search, mlp, replicate, train, train_ensemble
+from fullcp.training import DivergenceWarning, PinballLoss, Schedule, grid_search, mlp, replicate, train, train_ensemble
 from fullcp.training import checkpoint as checkpoint_module
 from fullcp.training import trainer as trainer_module
 from fullcp.training.build import build_stack
@@ -253,6 +254,112 @@ def test_networks_with_dropout_and_batchnorm_train_together():
         assert model.training
 
 
+# Modules and data of other kinds
+
+
+class Noisy(nn.Module):
+    """Noise in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.inner(x + torch.randn_like(x) if self.training else x)
+
+
+DRAWING = {
+    "side by side": lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double(),
+    "one by one": lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double(),
+    "noise": lambda: Noisy().double(),
+}
+
+
+@pytest.mark.parametrize("make", DRAWING.values(), ids=DRAWING)
+def test_a_seed_fixes_what_layers_draw(make, tmp_path, monkeypatch):
+    ends = []
+    for seed, count in ((0, 1), (0, 1), (1, 1), (0, 3), (0, 3)):
+        torch.randn(len(ends) + 1)
+        state = torch.get_rng_state()
+        models = replicate(make, range(count))
+        runs = train_ensemble(models, data(30), epochs=6, batch_size=16, seed=seed)
+        assert torch.equal(state, torch.get_rng_state())
+        ends.append((torch.stack([flat(model) for model in models]), runs[0].losses))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert not torch.allclose(ends[0][0], ends[2][0])
+    assert torch.equal(ends[3][0], ends[4][0])
+    # Each epoch draws anew, whatever happened in between: an interruption too.
+    monkeypatch.setattr(checkpoint_module, "_EVERY", 0.0)
+    genuine = trainer_module.track
+
+    def stops(steps, description, total):
+        for i, step in enumerate(genuine(steps, description, total)):
+            if i == 3:
+                raise InterruptionError
+            yield step
+
+    monkeypatch.setattr(trainer_module, "track", stops)
+    recipe = {"epochs": 6, "batch_size": 16, "seed": 0, "checkpoint": tmp_path / "run"}
+    with pytest.raises(InterruptionError):
+        train_ensemble(replicate(make, range(3)), data(30), **recipe)
+    monkeypatch.setattr(trainer_module, "track", genuine)
+    models = replicate(make, range(3))
+    assert train_ensemble(models, data(30), **recipe)[0].losses == ends[3][1]
+    assert torch.equal(torch.stack([flat(model) for model in models]), ends[3][0])
+
+
+def test_masks_differ_between_epochs_and_networks():
+    model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5))
+    models = replicate(lambda: copy.deepcopy(model), range(3))
+    X, y = (part.float() for part in data(30))
+    runs = train_ensemble(models, (X, y), epochs=5, learning_rate=(1e-12, 1e-12), seed=[0, 0, 0])
+    assert len({loss for run in runs for loss in run.losses}) == 15
+
+
+def loader_of(X, y, **arguments):
+    return DataLoader(TensorDataset(X, y), batch_size=7, **arguments)
+
+
+def test_loaders_are_data_and_validation():
+    pairs = [data(20, seed=b) for b in range(2)]
+    held = [data(15, seed=b + 5) for b in range(2)]
+    recipe = {"epochs": 6, "batch_size": 8}
+    ends = []
+    for wrap in (lambda X, y: (X, y), loader_of):
+        found = []
+        for rows, judged in (
+            ([wrap(*pair) for pair in pairs], [wrap(*pair) for pair in held]),
+            (wrap(*pairs[0]), wrap(*held[0])),
+            ([wrap(*pairs[0]), pairs[1]], wrap(*held[1])),
+        ):
+            models = replicate(lambda: mlp(3, (4,)).double(), range(2))
+            runs = train_ensemble(models, rows, validation=judged, **recipe)
+            found += [run.best for run in runs] + [run.losses[-1] for run in runs]
+        model = mlp(3).double() if not ends else None
+        assert model is None or train(model, loader_of(*pairs[0]), validation=wrap(*held[0]), **recipe).best
+        ends.append(found)
+    np.testing.assert_array_equal(*ends)
+
+
+def test_validation_judges_by_another_criterion():
+    """Trained on squares, kept by absolute errors, or by how many labels lie within 0.2: that has no gradient."""
+    X, y = data(25)
+    held = data(200, seed=9)
+    criteria = {
+        None: lambda f, y: (f - y).square().sum(-1) / 2,
+        "absolute": lambda f, y: (f - y).abs().sum(-1),
+        "outside": lambda f, y: ((f - y).abs() > 0.2).any(-1),
+    }
+    ends = {}
+    for name, criterion in criteria.items():
+        (model,) = replicate(lambda: mlp(3, (30,)).double(), [0])
+        recipe = {"l2": 0.0, "epochs": 200, "learning_rate": (3e-2, 1e-2), "patience": 40}
+        run = train(model, X, y, validation=held, criterion=criterion if name else None, **recipe)
+        assert run.best == pytest.approx(criterion(model(held[0]), held[1][:, None]).double().mean().item(), rel=1e-9)
+        ends[name] = run.best_epoch
+    assert ends["outside"] != ends[None]
+
+
 # The order of the rows
 
 
@@ -453,10 +560,11 @@ class Gradient:
         (nn.MSELoss(), ValueError, r"shape \(\) .* use reduction='none' and sum over the last dimension"),
         (nn.SmoothL1Loss(reduction="none"), ValueError, r"shape \(2, 3, {O}\)"),
         (lambda f, y: ((f - y) ** 2).sum((0, 2)), ValueError, r"shape \(3,\)"),
-        (lambda f, y: 1.0, ValueError, "cannot be computed and differentiated"),
-        (lambda f, y: (f - y[..., [1, 2, 3]]).sum(-1), ValueError, "cannot be computed and differentiated"),
+        (lambda f, y: 1.0, TypeError, "must return a tensor"),
+        (lambda f, y: (f - y).detach().sum(-1), ValueError, "cannot be computed .* does not require grad"),
+        (lambda f, y: (f - y[..., [1, 2, 3]]).sum(-1), ValueError, "cannot be computed"),
         (Gradient(lambda f, y: (f - y) ** 2, lambda f, y: 2 * (f - y)), ValueError, "one number a row"),
-        (Gradient(lambda f, y: (f - y).sum(-1), lambda f, y: (f - y).sum(-1)), ValueError, r"gives \(2, 3\) for"),
+        (Gradient(lambda f, y: (f - y).sum(-1), lambda f, y: (f - y).sum(-1)), ValueError, r".*gives \(2, 3\) for"),
         (Gradient(lambda f, y: 1.0, lambda f, y: f - y), TypeError, "must return a tensor"),
     ],
 )
@@ -511,6 +619,20 @@ def test_a_loss_with_a_gradient_of_its_own():
         ({"validation": data(9, inputs=2)}, ValueError, r"validation: X has rows of shape \(2,\)"),
         ({"validation": data(9), "l2": "marglik"}, ValueError, "give one of them"),
         ({"tuning": 5}, TypeError, "tuning must be a Schedule"),
+        ({"tuning": Schedule()}, ValueError, "tuning says when l2='marglik' is tuned, and l2 is given"),
+        ({"models": mlp(3)}, TypeError, "models must be a list of torch modules, got one Sequential"),
+        ({"models": [mlp(3), torch.jit.trace(mlp(3), torch.ones(1, 3))]}, TypeError, "model 1 is or holds a torch.jit"),
+        ({"data": [data(9), 5]}, TypeError, r"data\[1\] must be a pair \(X, y\) or a DataLoader"),
+        ({"seed": 2**70}, ValueError, r"seed must be of 64 bits"),
+        ({"seed": [1, 2**63]}, ValueError, r"seed must be of 64 bits"),
+        ({"seed": [1, 2.5]}, TypeError, "seed must hold whole numbers, got 2.5"),
+        ({"seed": True}, TypeError, "seed must be a whole number"),
+        ({"noise": True}, TypeError, "noise must be a positive number"),
+        ({"noise": "1"}, TypeError, "noise must be a positive number"),
+        ({"criterion": "squared"}, ValueError, "criterion needs validation"),
+        ({"validation": data(9), "criterion": "absolute"}, TypeError, "criterion must be 'squared' or a callable"),
+        ({"validation": data(9), "criterion": lambda f, y: f - y}, ValueError, r"criterion returns .* \(2, 3, 1\)"),
+        ({"validation": 5}, TypeError, r"validation must be a pair \(X, y\) or a DataLoader"),
     ],
 )  # fmt: skip
 def test_bad_input(changes, error, words):
