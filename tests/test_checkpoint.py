@@ -6,6 +6,7 @@ import copy
 import functools
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,6 +188,31 @@ def test_bad_paths(path, error, words):
         train(network(), *data(), epochs=2, checkpoint=path)
     with pytest.raises(error, match=f"checkpoint {words}"):
         fullcp.RetrainedFullConformalRegressor(network(), l2=1.0, checkpoint=path).conformalize(*data())
+
+
+def loss_class(method="(f - y).square()", constant=1.0, getter="1.0", static="x", unread=0):
+    """A class as its text has it."""
+    text = f"""
+unread, square = {unread}, {unread}
+class Loss:
+    constants = [{constant}]
+    @property
+    def factor(self): return {getter}
+    @staticmethod
+    def changed(x): return {static}
+    def __call__(self, f, y): return self.factor * self.constants[0] * self.changed({method}.sum(-1))
+"""
+    names: dict[str, Any] = {"__name__": "users"}
+    exec(text, names)
+    return names["Loss"]()
+
+
+def test_classes_are_known_by_all_that_is_written_in_them():
+    plain = identity(loss_class())
+    assert identity(loss_class()) == plain
+    assert identity(loss_class(unread=1)) == plain  # a global that no code reads, even one named like a method
+    for change in ({"method": "(f - y).abs()"}, {"constant": 2.0}, {"getter": "2.0"}, {"static": "2 * x"}):
+        assert identity(loss_class(**change)) != plain
 
 
 def test_retrainings_know_their_network(tmp_path):

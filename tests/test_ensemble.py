@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import cases
-from fullcp.training import DivergenceWarning, PinballLoss, grid_search, mlp, replicate, train, train_ensemble
+from fullcp.training import DivergenceWarning, Schedule, mlp, replicate, train, train_ensemble
 from fullcp.training import checkpoint as checkpoint_module
 from fullcp.training import trainer as trainer_module
 from fullcp.training.build import build_stack
@@ -253,6 +254,31 @@ def test_networks_with_dropout_and_batchnorm_train_together():
         assert model.training
 
 
+def loader_of(X, y, **arguments):
+    return DataLoader(TensorDataset(X, y), batch_size=7, **arguments)
+
+
+def test_loaders_are_data_and_validation():
+    pairs = [data(20, seed=b) for b in range(2)]
+    held = [data(15, seed=b + 5) for b in range(2)]
+    recipe = {"epochs": 6, "batch_size": 8}
+    ends = []
+    for wrap in (lambda X, y: (X, y), loader_of):
+        found = []
+        for rows, judged in (
+            ([wrap(*pair) for pair in pairs], [wrap(*pair) for pair in held]),
+            (wrap(*pairs[0]), wrap(*held[0])),
+            ([wrap(*pairs[0]), pairs[1]], wrap(*held[1])),
+        ):
+            models = replicate(lambda: mlp(3, (4,)).double(), range(2))
+            runs = train_ensemble(models, rows, validation=judged, **recipe)
+            found += [run.best for run in runs] + [run.losses[-1] for run in runs]
+        model = mlp(3).double() if not ends else None
+        assert model is None or train(model, loader_of(*pairs[0]), validation=wrap(*held[0]), **recipe).best
+        ends.append(found)
+    np.testing.assert_array_equal(*ends)
+
+
 # The order of the rows
 
 
@@ -405,85 +431,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
         train(mlp(3), *pairs[0], checkpoint=tmp_path / "no" / "file")
 
 
-# Losses
-
-
-def test_pinball_loss_is_its_definition_and_its_gradient_autograds():
-    torch.manual_seed(0)
-    loss = PinballLoss([0.05, 0.5, 0.95])
-    f = torch.randn(4, 7, 3, dtype=F64, requires_grad=True)
-    y = torch.randn(4, 7, 1, dtype=F64)
-    tau = torch.tensor([0.05, 0.5, 0.95], dtype=F64)
-    expected = torch.maximum(tau * (y - f), (tau - 1) * (y - f)).mean(2)
-    values, g = loss.gradient(f, y)
-    torch.testing.assert_close(values, expected)
-    torch.testing.assert_close(g, torch.autograd.grad(expected.sum(), f)[0])
-
-
-def test_a_loss_of_ones_own():
-    X, y = data(60)
-    pinball = PinballLoss([0.25, 0.75])
-    ends = []
-    for loss in (pinball, lambda f, y: pinball(f, y)):
-        model = replicate(lambda: mlp(3, (8,), 2).double(), [0])[0]
-        run = train(model, X, y, loss=loss, epochs=100, l2=1e-3)
-        assert run.losses[-1] < run.losses[0]
-        ends.append(flat(model))
-    torch.testing.assert_close(*ends)
-
-
-class Gradient:
-    """A loss with a gradient of its own, right or wrong."""
-
-    def __init__(self, values, gradient):
-        self.values, self.of_outputs = values, gradient
-
-    def __call__(self, f, y):
-        return self.values(f, y)
-
-    def gradient(self, f, y):
-        return self.values(f, y), self.of_outputs(f, y)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(
-    ("loss", "error", "words"),
-    [
-        (lambda f, y: (f - y) ** 2, ValueError, r"shape \(2, 3, {O}\) .* wanted is \(2, 3\), one number a row"),
-        (nn.MSELoss(), ValueError, r"shape \(\) .* use reduction='none' and sum over the last dimension"),
-        (nn.SmoothL1Loss(reduction="none"), ValueError, r"shape \(2, 3, {O}\)"),
-        (lambda f, y: ((f - y) ** 2).sum((0, 2)), ValueError, r"shape \(3,\)"),
-        (lambda f, y: 1.0, ValueError, "cannot be computed and differentiated"),
-        (lambda f, y: (f - y[..., [1, 2, 3]]).sum(-1), ValueError, "cannot be computed and differentiated"),
-        (Gradient(lambda f, y: (f - y) ** 2, lambda f, y: 2 * (f - y)), ValueError, "one number a row"),
-        (Gradient(lambda f, y: (f - y).sum(-1), lambda f, y: (f - y).sum(-1)), ValueError, r"gives \(2, 3\) for"),
-        (Gradient(lambda f, y: 1.0, lambda f, y: f - y), TypeError, "must return a tensor"),
-    ],
-)
-def test_a_loss_must_give_one_number_a_row(loss, error, words, count):
-    for outputs in (1, 2):
-        models = replicate(lambda outputs=outputs: mlp(3, (4,), outputs).double(), range(count))
-        before = [flat(model) for model in models]
-        with pytest.raises(error, match="loss .*" + words.replace("{O}", str(outputs))):
-            train_ensemble(models, data(9, outputs=outputs), loss=loss, epochs=2)
-        assert all(torch.equal(a, flat(model)) for a, model in zip(before, models))
-    X, y = data(2)
-    model = mlp(3).double()
-    with pytest.raises(error, match="loss .*" + words.replace("{O}", "1")):
-        train(model, X[:1], y[:1], loss=loss, epochs=2)
-    with pytest.raises(error, match="loss .*" + words.replace("{O}", "1")):
-        grid_search([model], data(9), [1.0], loss=loss, epochs=2)
-
-
-def test_a_loss_with_a_gradient_of_its_own():
-    ends = []
-    for loss in ("squared", Gradient(lambda f, y: (f - y).square().sum(-1) / 2, lambda f, y: f - y)):
-        (model,) = replicate(lambda: mlp(3).double(), [0])
-        train(model, *data(20), loss=loss, epochs=20)
-        ends.append(flat(model))
-    torch.testing.assert_close(*ends)
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -511,6 +458,20 @@ def test_a_loss_with_a_gradient_of_its_own():
         ({"validation": data(9, inputs=2)}, ValueError, r"validation: X has rows of shape \(2,\)"),
         ({"validation": data(9), "l2": "marglik"}, ValueError, "give one of them"),
         ({"tuning": 5}, TypeError, "tuning must be a Schedule"),
+        ({"tuning": Schedule()}, ValueError, "tuning says when l2='marglik' is tuned, and l2 is given"),
+        ({"models": mlp(3)}, TypeError, "models must be a list of torch modules, got one Sequential"),
+        ({"models": [mlp(3), torch.jit.trace(mlp(3), torch.ones(1, 3))]}, TypeError, "model 1 is or holds a torch.jit"),
+        ({"data": [data(9), 5]}, TypeError, r"data\[1\] must be a pair \(X, y\) or a DataLoader"),
+        ({"seed": 2**70}, ValueError, r"seed must be of 64 bits"),
+        ({"seed": [1, 2**63]}, ValueError, r"seed must be of 64 bits"),
+        ({"seed": [1, 2.5]}, TypeError, "seed must hold whole numbers, got 2.5"),
+        ({"seed": True}, TypeError, "seed must be a whole number"),
+        ({"noise": True}, TypeError, "noise must be a positive number"),
+        ({"noise": "1"}, TypeError, "noise must be a positive number"),
+        ({"criterion": "squared"}, ValueError, "criterion needs validation"),
+        ({"validation": data(9), "criterion": "absolute"}, TypeError, "criterion must be 'squared' or a callable"),
+        ({"validation": data(9), "criterion": lambda f, y: f - y}, ValueError, r"criterion returns .* \(2, 3, 1\)"),
+        ({"validation": 5}, TypeError, r"validation must be a pair \(X, y\) or a DataLoader"),
     ],
 )  # fmt: skip
 def test_bad_input(changes, error, words):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fullcp
 from fullcp.training import DivergenceWarning, Schedule, grid_search, mlp, online, replicate, train, train_ensemble
@@ -273,11 +274,41 @@ def test_grid_search_is_a_loop_over_the_grid():
         ({"grid": 3}, TypeError, "grid must be numbers"),
         ({"validation": 1.0}, ValueError, "validation must be a share"),
         ({"data": data(1)}, ValueError, "too few to hold out"),
+        ({"validation": True}, TypeError, "validation must be a share of the rows"),
+        ({"validation": data(9)}, TypeError, "validation must be a share of the rows, .* got tuple"),
+        ({"models": []}, ValueError, "models is empty"),
+        ({"models": mlp(2)}, TypeError, "models must be a list"),
+        ({"models": networks(1) * 2}, ValueError, "same module twice"),
+        ({"seed": [1, 2]}, ValueError, "seed has 2 values for 1 networks"),
+        ({"seed": "1"}, TypeError, "seed must be a whole number"),
+        ({"noise": [1.0, 2.0]}, ValueError, "noise has 2 values for 1 networks"),
+        ({"noise": -1.0}, ValueError, "noise must be positive"),
+        ({"epochs": 0}, ValueError, "epochs must be at least 1"),
+        ({"epcohs": 3}, TypeError, r"grid_search\(\) got an unexpected keyword argument 'epcohs'"),
+        ({"l2": 3.0}, TypeError, r"grid_search\(\) got an unexpected keyword argument 'l2'"),
     ],
 )
 def test_bad_grids(changes, error, words):
     with pytest.raises(error, match=words):
-        grid_search(networks(1), **{"data": data(20), "epochs": 2, **changes})
+        grid_search(**{"models": networks(1), "data": data(20), "epochs": 2, **changes})
+
+
+def test_seeds_noise_and_loaders_of_a_grid_search():
+    pairs = [data(n, seed=n) for n in (40, 33)]
+    grid, models = [1.0, 100.0], networks(2)
+    recipe = {"epochs": 20, "batch_size": 16}
+    expected = grid_search(models, pairs, grid, seed=[3, 4], noise=[0.5, 2.0], **recipe)
+    loaders = [DataLoader(TensorDataset(*pair), batch_size=9) for pair in pairs]
+    for b, model in enumerate(models):  # each alone: the noise is that of its network, for all values of the grid
+        (alone,) = grid_search([model], pairs[b], grid, seed=np.int64(3 + b), noise=[0.5, 2.0][b], **recipe)
+        np.testing.assert_allclose(alone.losses, expected[b].losses, rtol=1e-9)
+    for seed in (np.int64(3), np.array([3, 4]), torch.tensor([3, 4])):
+        found = grid_search(models, loaders, grid, seed=seed, noise=np.array([0.5, 2.0]), **recipe)
+        assert [search.losses for search in found] == [search.losses for search in expected]
+    shared = grid_search(models, loaders[0], grid, seed=-5, **recipe)
+    assert [search.losses for search in shared] == [
+        search.losses for search in grid_search(models, pairs[0], grid, seed=[-5, -4], **recipe)
+    ]
 
 
 def test_a_grid_that_diverges_throughout_is_refused():

@@ -24,9 +24,9 @@ from fullcp.predictors.candidate import CandidatePredictor
 from fullcp.predictors.retraining import Retraining, fresh
 from fullcp.regions import Interval
 from fullcp.sources import Inputs
+from fullcp.training.arguments import check_not_scripted, read_rates
 from fullcp.training.run import Recipe
 from fullcp.training.stack import trainable
-from fullcp.training.trainer import read_rates
 from fullcp.tuning import settle, tuning_facts, tuning_from
 
 STARTS = ("fresh", "trained")
@@ -133,6 +133,7 @@ class RetrainedFullConformalRegressor(CandidatePredictor):
             raise ValueError(f"precision must be None or a positive number in the units of y, got {self.precision!r}")
         check_positive_int("seed", self.seed, least=0)
         rows = self._read_data(X, y)
+        check_not_scripted(self.model)
         x = rows.tensor()
         assert rows.y is not None
         recipe = self._recipe(len(x))

@@ -11,6 +11,7 @@ from fullcp.features.outputs import as_rows
 from fullcp.features.preserve import preserved
 from fullcp.training.chain import Chain
 from fullcp.training.modules import Functional, Loop, stackable
+from fullcp.training.shuffling import drawing
 from fullcp.training.stack import Stack
 
 _PROBE_ROWS = 3
@@ -40,7 +41,8 @@ def _agrees(stack: Stack, models: Sequence[nn.Module], probe: Tensor) -> bool:
     Each is asked: they may differ in what is no weight, a slope or a function among their attributes.
     """
     f = stack.predict(probe.expand(len(models), *probe.shape))
-    stack.gradients(probe.expand(len(models), *probe.shape), lambda block, f: torch.ones_like(f))
+    with drawing(0, 0, probe.device):  # torch's own random numbers are the user's
+        stack.gradients(probe.expand(len(models), *probe.shape), lambda block, f: torch.ones_like(f))
     stack.grad.zero_()
     places: dict[int, list[int]] = {}  # of one module; a stack may hold it many times
     for b, model in enumerate(models):

@@ -6,6 +6,7 @@ memory or from `repr`, which may show some. What belongs to torch, NumPy or this
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import sys
@@ -28,6 +29,7 @@ _NUMBERS = (bool, int, float, complex, str, bytes)
 _PLAIN = (*_NUMBERS, type(None), Decimal, Fraction, PurePath, np.generic, torch.dtype, torch.device, torch.Size)
 _LIBRARIES = frozenset({"torch", "numpy", "scipy", "pandas", "sklearn", "fullcp", *sys.stdlib_module_names})
 _OPEN = frozenset({"builtins", "types", "argparse", "collections"})  # of the standard library: what just holds things
+_IN_CLASSES = (*_NUMBERS, list, tuple, dict, set, frozenset, Tensor, np.ndarray, types.FunctionType)
 _BOOKKEEPING = frozenset(vars(nn.Module()))  # what any module has; its parts and hooks are looked at one by one
 
 
@@ -150,8 +152,13 @@ class _Identity:
         self._word(_name(kind))
         for base in kind.__mro__:
             if not _is_of_a_library(base):
-                self._each("methods", [part for part in vars(base).values() if isinstance(part, types.FunctionType)])
-                self._each("constants", [part for part in vars(base).values() if isinstance(part, _NUMBERS)])
+                parts = {name: part for name, part in vars(base).items() if not name.startswith("__")}
+                parts |= {name: part for name, part in vars(base).items() if isinstance(part, types.FunctionType)}
+                for name, part in parts.items():
+                    self._word(name)
+                    for inner in (getattr(part, "__func__", None), getattr(part, "fget", None), part):
+                        if isinstance(inner, _IN_CLASSES):
+                            self.add(inner)
 
     def _function(self, function: types.FunctionType) -> None:
         self._word(f"function {_name(function)}")
@@ -171,9 +178,10 @@ class _Identity:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """What a function and the functions inside of it call by a global name."""
+    """The globals of a function and of the functions inside of it."""
+    own = [step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
-    return [*code.co_names, *inner]
+    return list(dict.fromkeys([*own, *inner]))
 
 
 def _content(cell: Any) -> Any:

@@ -12,6 +12,7 @@ folds: 1.57 against 1.45; the paper has 1.594 with a standard error of 0.016.)
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from fullcp.training.adam import Adam
 from fullcp.training.graphs import Recorded
 from fullcp.training.pool import Pool
-from fullcp.training.shuffling import Step, permutations, plan
+from fullcp.training.shuffling import Step, drawing, permutations, plan
 from fullcp.training.stack import Stack
 from fullcp.training.watch import Watch
 
@@ -114,6 +115,7 @@ class Run:
         self.stack, self.pool, self.loss, self.recipe, self.watch = stack, pool, loss, recipe, watch
         self.l2, self.noise, self.seeds = l2, noise, seeds
         self._given_noise = noise.clone()
+        self._first_seed = int(seeds[0])
         self.adam = Adam(stack.theta)
         self.epoch = 0
         total = len(stack)
@@ -142,7 +144,8 @@ class Run:
         sizes, roots = self.adam.coefficients(rate, self._active)
         self._sizes.copy_(sizes, non_blocking=True)
         self._roots.copy_(roots, non_blocking=True)
-        self._epoch()
+        with self._drawing():
+            self._epoch()
         self._window.append(self._step_losses.clone())
         self.epoch += 1
         due = self.watch is not None and self.watch.due(self.epoch)
@@ -152,6 +155,10 @@ class Run:
             self._look()
         if self.finished:
             self._retire(torch.ones(len(self.alive), dtype=torch.bool))
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Random numbers of this epoch for layers that draw some, all networks from the stream of the first seed."""
+        return drawing(self._first_seed, self.epoch, self.stack.theta.device) if self.stack.may_draw else nullcontext()
 
     # The steps of an epoch
 
