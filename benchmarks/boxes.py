@@ -115,9 +115,8 @@ def evaluate(arguments):
     arguments.output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     for row in report["methods"]:
         if row["level"] == 0.9:
-            print(
-                f"{row['table']:8} {row['method']:32} {row['joint']:10} {float(row['volume']):9.4f} {row['coverage']:.4f}"
-            )
+            name = f"{row['table']:8} {row['method']:32} {row['joint']:10}"
+            print(f"{name} {float(row['volume']):9.4f} {row['coverage']:.4f}")
     if arguments.view is not None:
         view_seed(data, arguments.folder, seeds[0]).save(arguments.view)
         say(start, f"the view of seed {seeds[0]} is written")
