@@ -333,3 +333,7 @@ def test_the_figure_of_calibration_shares(small_yacht, monkeypatch):
     ]
     done = CliRunner().invoke(app, [*command, "--dataset", "protein"])
     assert done.exit_code == 1
+    assert "has no rows of protein" in done.output
+    done = CliRunner().invoke(app, ["figures", "--results", str(small_yacht / "nowhere"), *command[3:]])
+    assert done.exit_code == 1
+    assert "calibration_share.csv does not exist: run `fullcp reproduce" in done.output
