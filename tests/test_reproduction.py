@@ -308,6 +308,14 @@ def test_two_real_data_sets_by_the_command(tmp_path):
     assert "yacht" not in done.stdout
 
 
+def test_the_help_lists_what_there_is():
+    done = CliRunner().invoke(app, ["reproduce", "--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    assert done.exit_code == 0
+    for name in (*DATASETS, *TABLES, "synthetic_fullcp", "bbox_50", "calibration_share", *METHODS, "FCP"):
+        assert name in done.output, name
+    assert "At least 100" in done.output
+
+
 def test_compare_without_results(tmp_path):
     command = [sys.executable, "-m", "fullcp", "compare"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from fullcp.commands.app import app
 from fullcp.commands.spread import Spread
+from fullcp.experiments.own_table import EPOCHS, METHODS, evaluate_table
+from fullcp.experiments.reproduction import LEAST_EPOCHS
 
 if TYPE_CHECKING:
     from fullcp.experiments.results import Row
@@ -27,12 +29,14 @@ def evaluate(
         str | None, typer.Option(help="Column to predict; the last one unless given. NumPy's are named 0, 1, ...")
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Columns to leave out.")] = None,
-    methods: Annotated[list[str] | None, typer.Option(help="Methods; all unless given.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(METHODS)}; all unless given.")] = None,
     calibration: Annotated[int, typer.Option(help="Per cent of training rows that calibrate: 25 or 50.")] = 25,
     seeds: Annotated[
         int, typer.Option(min=1, help="Times that rows are split anew: ten folds, or 90 and 10 % of over 5,000 rows.")
     ] = 1,
-    epochs: Annotated[int, typer.Option(min=1, help="Training epochs, at least 100; the paper takes 5000.")] = 1000,
+    epochs: Annotated[
+        int, typer.Option(min=1, help=f"Training epochs, at least {LEAST_EPOCHS}; the paper takes 5000.")
+    ] = EPOCHS,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     memory: Annotated[str, typer.Option(help="Working memory of the predictors.")] = "4GB",
     run_dir: Annotated[
@@ -42,7 +46,6 @@ def evaluate(
 ) -> None:
     """Train the paper's network on a table of your own, and print width and coverage of every method."""
     from fullcp.data import load_table
-    from fullcp.experiments.own_table import evaluate_table
     from fullcp.report import write_csv
 
     start = time.perf_counter()

@@ -25,6 +25,8 @@ from fullcp.training import Schedule
 STAGES = ("train", "evaluate", "write", "all")
 SYNTHETIC = synthetic.TABLE
 BOXES = box_tables.TABLES
+EVERY_TABLE = (*SPECS, SYNTHETIC, *BOXES)
+EVERY_METHOD = tuple(dict.fromkeys([*METHODS, *synthetic.METHODS]))
 LEAST_EPOCHS = Schedule().burn_in  # of networks that tune l2 as they train
 
 
@@ -57,7 +59,7 @@ class Request:
     def check(self) -> None:
         """Refuse what there is not, before anything runs."""
         for name in self.tables:
-            check_choice("table", name, (*SPECS, SYNTHETIC, *BOXES))
+            check_choice("table", name, EVERY_TABLE)
         for name in self.datasets or ():
             if Path(name).suffix:
                 raise ValueError(f"datasets: {name} is a file; tables of your own are for `fullcp evaluate {name}`")
@@ -65,7 +67,7 @@ class Request:
             if not any(name in spec.datasets for spec in self.specs()):
                 raise ValueError(f"datasets: {name} is in no table of {', '.join(self.tables)}")
         for name in self.methods or ():
-            check_choice("methods", name, tuple(dict.fromkeys([*METHODS, *synthetic.METHODS])))
+            check_choice("methods", name, EVERY_METHOD)
         if self.methods is not None and set(BOXES) & set(self.tables):
             raise ValueError(f"methods: tables of boxes ({', '.join(BOXES)}) have all of them; ask for those alone")
         check_choice("stage", self.stage, STAGES)
