@@ -308,6 +308,14 @@ def test_two_real_data_sets_by_the_command(tmp_path):
     assert "yacht" not in done.stdout
 
 
+def test_the_help_lists_what_there_is():
+    done = CliRunner().invoke(app, ["reproduce", "--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    assert done.exit_code == 0
+    for name in (*DATASETS, *TABLES, "synthetic_fullcp", "bbox_50", "calibration_share", *METHODS, "FCP"):
+        assert name in done.output, name
+    assert "At least 100" in done.output
+
+
 def test_compare_without_results(tmp_path):
     command = [sys.executable, "-m", "fullcp", "compare"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -333,3 +341,7 @@ def test_the_figure_of_calibration_shares(small_yacht, monkeypatch):
     ]
     done = CliRunner().invoke(app, [*command, "--dataset", "protein"])
     assert done.exit_code == 1
+    assert "has no rows of protein" in done.output
+    done = CliRunner().invoke(app, ["figures", "--results", str(small_yacht / "nowhere"), *command[3:]])
+    assert done.exit_code == 1
+    assert "calibration_share.csv does not exist: run `fullcp reproduce" in done.output
