@@ -11,6 +11,7 @@ from torch import nn
 
 import fullcp
 from fullcp.curvature import choose
+from fullcp.curvature.choice import _MOST_WORK
 from fullcp.features import select_parameters
 from reference import dense_jacobian
 
@@ -42,12 +43,12 @@ def headed(factor=3.0, seed=0):
 def test_exact_where_it_fits_and_the_next_best_where_not(caplog):
     X, y = data(400)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 300), nn.Tanh(), nn.Linear(300, 1)).double()
+    model = nn.Sequential(nn.Linear(3, 100), nn.Tanh(), nn.Linear(100, 1)).double()
     assert choose("auto", model, X, memory=10**8).structure == "full"
     with caplog.at_level(logging.INFO, logger="fullcp"):
         choice = choose("auto", model, X, memory=3 * 8 * 400**2 - 1)
     assert choice.structure == "kfac"
-    assert "400 x 400 matrix" in choice.why
+    assert "400 x 400 matrix of curvature='full' takes 3.8 MB, memory is 3.8 MB" in choice.why
     assert choice.why in caplog.text
     cp = fullcp.FullConformalRegressor(model, l2=1.0, memory=10**6).conformalize(X, y)
     assert cp.score_ == "standard"
@@ -75,6 +76,24 @@ def test_networks_that_kfac_does_not_know():
     choice = choose("auto", Large(), X, memory=10**6)
     assert choice.structure == "low_rank"
     assert "W belongs to a module of type Large" in choice.why
+
+
+def test_low_rank_where_the_factors_of_kfac_do_not_fit_either(monkeypatch):
+    """A (900 x 900) takes 6.5 MB, and its decomposition three times that: 26 MB with the rest."""
+    X = torch.randn(1500, 900)
+    model = nn.Sequential(nn.Linear(900, 4), nn.Tanh(), nn.Linear(4, 1))
+    for memory, structure in ((25 * 10**6, "low_rank"), (27 * 10**6, "kfac")):
+        choice = choose("auto", model, X, memory=memory)
+        assert choice.structure == structure
+    choice = choose("auto", model, X, memory=10**7)
+    assert "memory is 10 MB; factors of KFAC, up to 900 x 900, take 26 MB" in choice.why
+    cp = fullcp.FullConformalRegressor(model, l2=1e4, memory=10**7).conformalize(X, torch.randn(1500))
+    assert cp.curvature_.name.startswith("low rank")
+    assert cp.predict_interval(X[:5]).intervals.isfinite().all()
+    monkeypatch.setitem(_MOST_WORK, "cpu", 5e9)
+    choice = choose("auto", model, X, memory=27 * 10**6)
+    assert choice.structure == "low_rank"
+    assert "KFAC takes 9e+09 multiply-adds" in choice.why
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "low_rank:5"])

@@ -168,7 +168,7 @@ class TestContract:
         torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(refined, e - phi @ step, rtol=1e-10, atol=1e-10)
         rough = curvature.refine(e, theta, exactly=False)[1]
-        assert (rough - refined).norm() < 0.1 * (e - refined).norm()
+        assert (rough - refined).norm() < 0.15 * (e - refined).norm()
 
 
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 513, 4100])

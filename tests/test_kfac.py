@@ -13,8 +13,9 @@ import fullcp
 from cases import NETWORKS, Tied, build
 from fullcp.curvature import fit_curvature, jacobian_for, last_layer_gram, spectrum
 from fullcp.curvature.kfac import kfac_blocks
-from fullcp.features import FeatureRows, Jacobian, gram_product
+from fullcp.features import FeatureRows, Jacobian, gram_product, products
 from fullcp.features.penultimate import is_last_layer
+from fullcp.refinement import relative_shift
 from reference import dense_jacobian, dense_kfac
 
 
@@ -142,7 +143,7 @@ def test_one_layer_with_one_output_is_the_full_curvature():
 
 @pytest.mark.parametrize("name", ["mlp", "one output", "convolution", "convolution, all"])
 def test_factors_equal_curvlinops(name):
-    curvlinops = pytest.importorskip("curvlinops")
+    curvlinops = pytest.importorskip("curvlinops", reason="needs curvlinops-for-pytorch, which fullcp[dev] installs")
     model, X = chain(name)
     loss = nn.MSELoss(reduction="sum")  # whose Gauss-Newton matrix is 2 S
     operator = curvlinops.KFACLinearOperator(
@@ -284,6 +285,16 @@ class TestRefusals:
         message = rf"{re.escape(name)} belongs to a .*{owner}, .* entries .* 'low_rank', .* requires_grad away"
         with pytest.raises(ValueError, match=message):
             fit_curvature(rows_of(kind(), X), "kfac", 1.0)
+
+    @pytest.mark.parametrize("tune", [False, True])
+    def test_factors_that_the_machine_cannot_hold(self, tune):
+        """A would have 10^12 entries; found before anything of the kind is asked for."""
+        features = rows_of(nn.Linear(10**6, 1), torch.randn(3, 10**6))
+        message = (
+            r"curvature='kfac' needs 32000\.0 GB for factors of up to 1000000 x 1000000 numbers, cpu has .*low_rank"
+        )
+        with pytest.raises(MemoryError, match=message):
+            spectrum(features, "kfac") if tune else fit_curvature(features, "kfac", 1.0)
 
     def test_l2_that_varies_within_a_tensor(self):
         model = nn.Linear(4, 1).double()
@@ -469,3 +480,28 @@ def test_missing_scores_are_told():
     X, y = torch.randn(40, 3), torch.randn(40)
     with pytest.warns(fullcp.MissingScoreWarning, match=r"% of the training rows .* curvature='diagonal'"):
         fullcp.FullConformalRegressor(model, "diagonal", "studentized", l2=0.1).conformalize(X, y)
+
+
+def test_an_unasked_step_takes_few_products_and_no_phi(monkeypatch):
+    """Its size is within a fifth of the exact one's, for the price of six passes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+    X = torch.randn(300, 3)
+    features, e = rows_of(model, X), torch.sin(3 * X[:, :1]).double()
+    curvature = fit_curvature(features, "kfac", 0.5)
+    theta = torch.cat([p.detach().flatten().double() for p in model.parameters()])
+    exact = relative_shift(e, curvature.refine(e, theta)[1])
+    passes, one_pass, gradients = [], products._residual_product, Jacobian.__call__
+
+    def counted(jacobian, x, *rest):
+        passes.append(len(x))
+        return one_pass(jacobian, x, *rest)
+
+    def of_few(jacobian, x):
+        assert len(x) <= 4, "phi was formed"
+        return gradients(jacobian, x)
+
+    monkeypatch.setattr(products, "_residual_product", counted)
+    monkeypatch.setattr(Jacobian, "__call__", of_few)
+    assert relative_shift(e, curvature.refine(e, theta, exactly=False)[1]) == pytest.approx(exact, rel=0.2)
+    assert passes.count(300) == 6

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from numbers import Real
+
+import torch
 
 DEFAULT_MEMORY = "2GB"
 _UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -30,6 +33,39 @@ def parse_memory(memory: object) -> int:
     if size < _SMALLEST:
         raise ValueError(f"memory must be at least 1MB, got {memory!r}")
     return size
+
+
+def in_words(size: float) -> str:
+    """A number of bytes for messages.
+
+    Examples
+    --------
+    >>> in_words(28.8e9), in_words(4e7), in_words(3.84e6)
+    ('28.8 GB', '40 MB', '3.8 MB')
+    """
+    if size >= 1000**3:
+        return f"{size / 1000**3:.1f} GB"
+    return f"{size / 1000**2:.0f} MB" if size >= 10 * 1000**2 else f"{size / 1000**2:.1f} MB"
+
+
+def check_held(needed: int, device: torch.device, *, by: str, what: str, advice: str) -> None:
+    """Refuse what the machine cannot hold, before it starts to swap.
+
+    Parameters
+    ----------
+    needed : bytes.
+    by : the structure that needs them.
+    what : for what.
+    advice : what takes less.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.mem_get_info(device)[1]
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    if needed > held:
+        raise MemoryError(f"{by} needs {in_words(needed)} for {what}, {device} has {in_words(held)}: {advice}")
 
 
 def rows_within(budget: int, bytes_per_row: int, *, at_most: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fullcp.curvature.base import NotPositiveDefiniteError, Query, cross_from
 from fullcp.curvature.penalty import expand_l2
-from fullcp.curvature.ridge import ridge_step
+from fullcp.curvature.ridge import ROUGH_STEPS, ridge_step
 from fullcp.features import FeatureRows
 
 
@@ -76,6 +76,7 @@ class EigenCurvature:
     name : what it is, in words.
     """
 
+    rough_steps = ROUGH_STEPS
     stands_alone = True
     selective = True
     independent = False
@@ -120,7 +121,9 @@ class EigenCurvature:
 
         By conjugate gradients with H as the preconditioner; see `fullcp.curvature.ridge`.
         """
-        return ridge_step(self.features, self.diagonal, self.solve, e, weights, exactly=exactly)
+        return ridge_step(
+            self.features, self.diagonal, self.solve, e, weights, exactly=exactly, rough_steps=self.rough_steps
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Eigenvalues, eigenvectors and the penalty."""

@@ -6,8 +6,6 @@ All algebra is float64.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -17,6 +15,7 @@ from fullcp.curvature.dual import DualCurvature
 from fullcp.curvature.kernels import KernelCurvature
 from fullcp.curvature.penalty import expand_l2
 from fullcp.features import FeatureRows, kernel_rows
+from fullcp.memory import check_held
 
 COPIES = {"primal": 1, "dual": 3}  # factorised in its own memory; the dual form inverts the factor as well
 
@@ -177,17 +176,12 @@ class PrimalCurvature:
 
 
 def _check_memory(form: str, size: int, device: torch.device) -> None:
-    """Refuse a factor that the machine cannot hold, before it starts to swap."""
-    needed = COPIES[form] * 8 * size**2
-    if device.type == "cuda":
-        held = torch.cuda.mem_get_info(device)[1]
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        return
-    if needed > held:
-        raise MemoryError(
-            f"curvature='full' needs {needed / 1e9:.1f} GB for a {size} x {size} matrix, {device} has "
-            f"{held / 1e9:.1f} GB: curvature='kfac', 'last_layer' and 'low_rank' take far less, and so does the exact "
-            "matrix of fewer parameters (see `parameters`)"
-        )
+    """Refuse a factor that the machine cannot hold."""
+    check_held(
+        COPIES[form] * 8 * size**2,
+        device,
+        by="curvature='full'",
+        what=f"a {size} x {size} matrix",
+        advice="curvature='kfac', 'last_layer' and 'low_rank' take far less, and so does the exact matrix of fewer "
+        "parameters (see `parameters`)",
+    )

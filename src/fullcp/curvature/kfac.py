@@ -24,7 +24,7 @@ from fullcp.curvature.eigen import Block, EigenCurvature, expand_over, restore_b
 from fullcp.features import FeatureRows, Jacobian, Network
 from fullcp.features.layers import Layer, Signal, has_own_forward, layers_of, signals
 from fullcp.inputs import check_all_finite
-from fullcp.memory import rows_within
+from fullcp.memory import check_held, rows_within
 from fullcp.progress import track
 
 NAME = "kfac"
@@ -33,6 +33,8 @@ _MOST_ROWS = 4096
 _AGREEMENT = 1e-3  # relative to the largest entry: the signals in the network's precision against the gradients
 _AGREEMENT_HALF = 5e-2
 _LARGEST_EXACT = 2000  # entries of a tensor whose block is held whole
+_COPIES = 3  # of the largest factor, while it is decomposed
+_DECOMPOSITION = 10  # multiply-adds of eigenvalues and vectors of a d x d matrix, in units of d^3
 _OTHERS = "use curvature='full', 'low_rank', 'last_layer' or 'diagonal'"
 
 
@@ -54,6 +56,9 @@ def restore_kfac(features: FeatureRows, state: dict[str, Tensor]) -> KfacCurvatu
 
 class KfacCurvature(EigenCurvature):
     """The KFAC approximation, which knows the leverages of rows from what their layers see."""
+
+    # H is near enough: after four, the size of the step is what it is after twenty to some ten per cent.
+    rough_steps = 4
 
     def slack(self) -> Tensor:
         """I - V_i, (N, O, O): not positive where the approximation is poor.
@@ -95,15 +100,60 @@ def _gram(rows: Tensor) -> Tensor:
     return rows @ rows.mT
 
 
-def check_kfac(features: FeatureRows) -> None:
-    """Raise the ValueError that a fit to such a network would."""
+@dataclass(frozen=True)
+class KfacCost:
+    """What a fit takes.
+
+    Attributes
+    ----------
+    bytes : of all factors, and of the decomposition of the largest.
+    largest : d, that of the largest factor d x d.
+    operations : multiply-adds of the factors and of their decompositions.
+    """
+
+    bytes: int
+    largest: int
+    operations: float
+
+
+def kfac_cost(features: FeatureRows) -> KfacCost:
+    """What a fit would cost; a ValueError where it would raise one."""
     layers, _ = _layers_with_factors(features)
-    _check_sizes(features, _without_layer(features, layers))
+    return _cost(features, layers)
+
+
+def _cost(features: FeatureRows, layers: dict[Layer, _Factors]) -> KfacCost:
+    rest = _without_layer(features, layers)
+    _check_sizes(features, rest)
+    parameters, rows = features.jacobian.parameters, features.count * features.outputs
+    sums = [(parameters[name].numel(), rows) for name in rest]  # the size of each factor, and of how many rows it is
+    for layer, factors in layers.items():
+        p, q = len(layer.weight), layer.weight[0].numel()
+        if factors.weight is not None:
+            positions = factors.positions_a_row
+            sums += [(q, features.count * positions), (p, rows * positions)]
+        if factors.bias is not None:
+            sums.append((p, rows))
+    largest = max(d for d, _ in sums)
+    return KfacCost(
+        bytes=8 * (sum(d**2 for d, _ in sums) + _COPIES * largest**2),
+        largest=largest,
+        operations=sum(count * d**2 + _DECOMPOSITION * float(d) ** 3 for d, count in sums),
+    )
 
 
 def kfac_blocks(features: FeatureRows) -> list[Block]:
     """The blocks of S, decomposed, in the order of the parameters; no gradients of whole rows are formed."""
     layers, bytes_per_row = _layers_with_factors(features)
+    cost = _cost(features, layers)
+    check_held(
+        cost.bytes,
+        features.x.device,
+        by="curvature='kfac'",
+        what=f"factors of up to {cost.largest} x {cost.largest} numbers",
+        advice="curvature='low_rank', 'last_layer' and 'diagonal' take less, and so do fewer parameters (see "
+        "`parameters`)",
+    )
     for _, found in _chunks_of_signals(features, layers, bytes_per_row, "curvature"):
         for signal in found:
             layers[signal.module].add(signal)
@@ -135,6 +185,7 @@ class _Factors:
 
     Attributes
     ----------
+    positions_a_row : T.
     A : of a a^T at each position.
     B : of g g^T at each position.
     G : of g g^T, g summed over positions.
@@ -143,6 +194,7 @@ class _Factors:
 
     weight: str | None
     bias: str | None
+    positions_a_row: int
     A: Tensor | None = None
     B: Tensor | None = None
     G: Tensor | None = None
@@ -158,15 +210,16 @@ class _Factors:
             self.G = _plus(self.G, g.sum(2).flatten(0, 1))
 
     def blocks(self) -> dict[str, Block]:
-        """The finished blocks, by the names of the parameters."""
+        """The finished blocks, by the names of the parameters; the sums are let go."""
         found = {}
         if self.weight is not None:
             assert self.A is not None
             assert self.B is not None
-            found[self.weight] = Block.kronecker(self.B / self.positions, self.A)
+            found[self.weight] = Block.kronecker(self.B.div_(self.positions), self.A)
         if self.bias is not None:
             assert self.G is not None
             found[self.bias] = Block.of(self.G)
+        self.A = self.B = self.G = None
         return found
 
 
@@ -205,7 +258,7 @@ def _layers_with_factors(features: FeatureRows) -> tuple[dict[Layer, _Factors], 
                     f"gradients of {name} are not those that its layer explains (the network uses it past the layer, "
                     f"or mixes rows), so that curvature='kfac' has no factors for it: {_OTHERS}"
                 )
-        layers[call.module] = _Factors(explained.get(id(weight)), explained.get(id(bias)))
+        layers[call.module] = _Factors(explained.get(id(weight)), explained.get(id(bias)), call.a.shape[1])
     width = torch.finfo(jacobian.dtype).bits // 8 + 8  # as they come, and in float64
     parts = sum(call.a.numel() + 2 * call.g.numel() for call in calls)
     return layers, Network.bytes_per_row(jacobian) + width * parts // len(probe)

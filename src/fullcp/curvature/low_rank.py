@@ -22,7 +22,7 @@ from fullcp.curvature.eigen import EigenCurvature, expand_over
 from fullcp.curvature.nystrom import LowRank, Product, basis
 from fullcp.curvature.ridge import exact_solve
 from fullcp.features import FeatureRows, gram_block_product
-from fullcp.memory import rows_within
+from fullcp.memory import in_words, rows_within
 
 NAME = "low_rank"
 _FIRST = 64  # ranks to try: this one, twice as many, ...
@@ -47,11 +47,19 @@ class LeverageError:
         Of (h_k - h) / h_k.
     slack : float
         The mean of (s - s_k) / s, s = 1 - h: what deleted and studentized scores feel.
+    rows : int
+        How many rows the sample has: `largest` is the largest of these, others may exceed it.
     """
 
     largest: float
     mean: float
     slack: float
+    rows: int = _SAMPLE
+
+    @property
+    def seen(self) -> str:
+        """The size of the sample, in words."""
+        return f"{self.rows} rows" if self.rows > 1 else "1 row"
 
     @property
     def is_small(self) -> bool:
@@ -102,7 +110,8 @@ class LowRankCurvature(EigenCurvature):
         self.error = error or self._look()
         by = self.error
         self.name = (
-            f"low rank, {self.rank} of {len(self.U)}, leverages known to {by.mean:.2g} (at worst {by.largest:.2g})"
+            f"low rank, {self.rank} of {len(self.U)}, leverages known to {by.mean:.2g} (at worst {by.largest:.2g} of "
+            f"{by.seen})"
         )
 
     def __repr__(self) -> str:
@@ -147,7 +156,7 @@ class LowRankCurvature(EigenCurvature):
 
     def state(self) -> dict[str, Tensor]:
         """Eigenvalues, eigenvectors, the penalty and the error."""
-        error = self.U.new_tensor([self.error.largest, self.error.mean, self.error.slack])
+        error = self.U.new_tensor([self.error.largest, self.error.mean, self.error.slack, self.error.rows])
         return {
             "low_rank.vectors": self.U,
             "low_rank.eigenvalues": self.eigenvalues,
@@ -178,7 +187,7 @@ class LowRankCurvature(EigenCurvature):
         h = self._whiten(phi.double()).square().sum(2)
         relative = over / h.clamp(min=torch.finfo(h.dtype).tiny)
         slack = over / torch.where(h < 1, 1 - h + over, over).clamp(min=torch.finfo(h.dtype).tiny)
-        return LeverageError(float(relative.amax()), float(relative.mean()), float(slack.mean()))
+        return LeverageError(float(relative.amax()), float(relative.mean()), float(slack.mean()), len(phi))
 
     def _check_rows(self) -> None:
         """Refuse what needs training rows where none were saved."""
@@ -235,7 +244,8 @@ def fit_low_rank(features: FeatureRows, l2: object, *, cross: bool = True, rank:
 def restore_low_rank(features: FeatureRows, state: dict[str, Tensor]) -> LowRankCurvature:
     """The structure whose `state()` was saved, over the same rows."""
     approximation = LowRank(state["low_rank.vectors"], state["low_rank.eigenvalues"])
-    error = LeverageError(*state["low_rank.error"].tolist())
+    largest, mean, slack, *rows = state["low_rank.error"].tolist()
+    error = LeverageError(largest, mean, slack, *map(int, rows))
     return LowRankCurvature(features, approximation, state["l2"], error=error)
 
 
@@ -246,8 +256,8 @@ def low_rank_ranks(features: FeatureRows, wanted: int | None = None) -> list[int
         rank = min(wanted, exact)
         if 8 * D * rank > features.memory:
             raise ValueError(
-                f"curvature='low_rank:{wanted}' needs {8e-9 * D * rank:.2g} GB for a factor of {D} x {rank} numbers, "
-                f"memory is {features.memory / 1e9:.2g} GB: raise memory or lower the rank"
+                f"curvature='low_rank:{wanted}' needs {in_words(8 * D * rank)} for a factor of {D} x {rank} numbers, "
+                f"memory is {in_words(features.memory)}: raise memory or lower the rank"
             )
         return [rank]
     top = max(1, min(exact, features.memory // (4 * 8 * D)))
@@ -301,8 +311,9 @@ def _warn(fitted: LowRankCurvature, wanted: int | None) -> None:
     how = f"curvature='low_rank:{rank}'" if wanted else f"memory='{-(-bytes_needed // 10**9)}GB'"
     warnings.warn(
         f"curvature='low_rank' of rank {fitted.rank} may give leverages that are too large: by {by.mean:.1%} of "
-        f"themselves ({by.largest:.1%} at worst), which is {by.slack:.1%} of 1 - h. {how} allows rank {rank}, whose "
-        f"factor takes {8e-9 * D * rank:.2g} GB, in about twice the time; a larger l2 needs a smaller rank",
+        f"themselves ({by.largest:.1%} at worst of {by.seen}), which is {by.slack:.1%} of 1 - h. {how} allows "
+        f"rank {rank}, whose factor takes {in_words(8 * D * rank)}, in about twice the time; a larger l2 needs a "
+        "smaller rank",
         LowRankWarning,
         stacklevel=5,
     )

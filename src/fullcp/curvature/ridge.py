@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fullcp.features import FeatureRows, gram_block_product, gram_product
+from fullcp.features import FeatureRows, gram_block_product, gram_product, residual_product
 
 # Of the gradient, in the norm of the preconditioner, relative to that at the trained weights. Residuals are then within
 # some 1e-5 of their own size of the ridge solution's; each further digit takes another hundred steps or two.
@@ -21,7 +21,7 @@ TOLERANCE = 1e-6
 EXACT = 1e-9  # where the solution itself is wanted; rounding allows some 1e-16 of the largest eigenvalue over l2
 ROUGH = 0.1  # where the size of the step is all that is wanted
 _MOST_STEPS = 5000
-_MOST_ROUGH_STEPS = 20
+ROUGH_STEPS = 20  # at most
 _MOST_ROUNDS = 3
 
 Product = Callable[[Tensor], Tensor]
@@ -32,7 +32,14 @@ class RefinementWarning(UserWarning):
 
 
 def ridge_step(
-    features: FeatureRows, diagonal: Tensor, precondition: Product, e: Tensor, weights: Tensor, *, exactly: bool = True
+    features: FeatureRows,
+    diagonal: Tensor,
+    precondition: Product,
+    e: Tensor,
+    weights: Tensor,
+    *,
+    exactly: bool = True,
+    rough_steps: int = ROUGH_STEPS,
 ) -> tuple[Tensor, Tensor]:
     """The step Delta (D,) from weights theta (D,) to the ridge solution, and the residuals e - phi Delta (N, O).
 
@@ -48,18 +55,25 @@ def ridge_step(
     e : Tensor (N, O)
     weights : Tensor (D,)
     exactly : bool
-        Whether more than the size of the step is wanted.
+        Whether more than the size of the step is wanted. If not, phi is not formed where it need not be.
+    rough_steps : how many steps of conjugate gradients tell that size.
     """
-    S = gram_product(features)
-    tolerance, most = (TOLERANCE, _MOST_STEPS) if exactly else (ROUGH, _MOST_ROUGH_STEPS)
+    S, residuals = gram_product(features), residual_product(features, with_phi=exactly)
+    tolerance, most = (TOLERANCE, _MOST_STEPS) if exactly else (ROUGH, rough_steps)
+
+    def at(step: Tensor) -> tuple[Tensor, Tensor]:
+        """The residuals e - phi Delta, and minus the gradient of the ridge objective."""
+        left, back = residuals(e, step)
+        return left, back - diagonal * (weights + step)
+
     step = torch.zeros_like(weights)
-    refined, descent = _residuals(features, diagonal, e, weights, step)
+    refined, descent = at(step)
     start = size = _norm(descent, precondition)
     for _ in range(_MOST_ROUNDS if exactly else 1):
         if size <= tolerance * start:
             break
         step += _conjugate_gradients(lambda v: S(v) + diagonal * v, precondition, descent, tolerance * start / 2, most)
-        refined, descent = _residuals(features, diagonal, e, weights, step)
+        refined, descent = at(step)
         size = _norm(descent, precondition)
     if exactly and not size <= tolerance * start:
         warnings.warn(
@@ -102,19 +116,6 @@ def exact_solve(features: FeatureRows, diagonal: Tensor, precondition: Product, 
             stacklevel=3,
         )
     return solution
-
-
-def _residuals(
-    features: FeatureRows, diagonal: Tensor, e: Tensor, weights: Tensor, step: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The residuals e - phi Delta after a step, and minus the gradient of the ridge objective there."""
-    refined = torch.empty_like(e)
-    descent = -diagonal * (weights + step)
-    for rows, phi in features.chunks("refinement"):
-        P = phi.double()  # (n, O, D)
-        refined[rows] = e[rows] - P @ step
-        descent += P.flatten(0, 1).T @ refined[rows].flatten()
-    return refined, descent
 
 
 def _norm(gradient: Tensor, precondition: Product) -> float:

@@ -4,7 +4,7 @@ from fullcp.features.jacobian import Jacobian
 from fullcp.features.kernels import KernelRows, kernel_rows
 from fullcp.features.network import Network
 from fullcp.features.perturbed import PerturbedNetwork
-from fullcp.features.products import gram_block_product, gram_product
+from fullcp.features.products import gram_block_product, gram_product, residual_product
 from fullcp.features.rows import FeatureRows, RowIndex
 from fullcp.features.subset import select_parameters
 from fullcp.features.whitened import WhitenedJacobian
@@ -20,5 +20,6 @@ __all__ = [
     "gram_block_product",
     "gram_product",
     "kernel_rows",
+    "residual_product",
     "select_parameters",
 ]

@@ -22,7 +22,7 @@ _AGREEMENT = 1e-3  # relative; the products are in float64 whatever the network'
 def gram_product(features: FeatureRows) -> Callable[[Tensor], Tensor]:
     """v (D,) -> S v: by forward and backward derivatives in float64, or from phi where the network refuses them."""
     jacobian = features.jacobian
-    width = rows_within(features.memory // 8, 4 * Network.bytes_per_row(jacobian), at_most=8192)  # no phi, but float64
+    width = _rows_per_pass(features)
 
     def without_phi(v: Tensor) -> Tensor:
         found = torch.zeros_like(v)
@@ -36,12 +36,42 @@ def gram_product(features: FeatureRows) -> Callable[[Tensor], Tensor]:
     return without_phi if _trusted(features) else from_phi
 
 
+def residual_product(
+    features: FeatureRows, *, with_phi: bool = False
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(e (N, O), v (D,)) -> u = e - phi v of all rows, and phi^T u: in one pass, without phi unless that is wanted."""
+    jacobian, width = features.jacobian, _rows_per_pass(features)
+
+    def without_phi(e: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        left, found = torch.empty_like(e), torch.zeros_like(v)
+        for start in range(0, features.count, width):
+            rows = slice(start, start + width)
+            left[rows], back = _residual_product(jacobian, features.x[rows], v, e[rows])
+            found += back
+        return left, found
+
+    def from_phi(e: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        left, found = torch.empty_like(e), torch.zeros_like(v)
+        for rows, phi in features.chunks("refinement"):
+            P = phi.double()  # (n, O, D)
+            left[rows] = e[rows] - P @ v
+            found += P.flatten(0, 1).T @ left[rows].flatten()
+        return left, found
+
+    return from_phi if with_phi or not _trusted(features) else without_phi
+
+
 def gram_block_product(features: FeatureRows) -> Callable[[Tensor], Tensor]:
     """V (D, m) -> S V: a chunk of phi serves all vectors; where not a row of it fits, they go one by one without."""
     if features.jacobian.bytes_per_row() <= features.memory // 8:
         return lambda V: _from_phi(features, V)
     product = gram_product(features)  # networks of that size fill the machine with one vector
     return lambda V: torch.stack([product(v) for v in V.T], 1)
+
+
+def _rows_per_pass(features: FeatureRows) -> int:
+    """How many rows go through at once: no phi, but float64."""
+    return rows_within(features.memory // 8, 4 * Network.bytes_per_row(features.jacobian), at_most=8192)
 
 
 def _from_phi(features: FeatureRows, V: Tensor) -> Tensor:
@@ -69,6 +99,11 @@ def _trusted(features: FeatureRows) -> bool:
 
 def _product(jacobian: Jacobian, x: Tensor, v: Tensor) -> Tensor:
     """phi^T (phi v) of some rows, (D,)."""
+    return -_residual_product(jacobian, x, v, 0.0)[1]
+
+
+def _residual_product(jacobian: Jacobian, x: Tensor, v: Tensor, e: Tensor | float) -> tuple[Tensor, Tensor]:
+    """u = e - phi v of some rows (n, O), and phi^T u (D,)."""
     with jacobian.borrowed() as model:
         tensors = {**parameters_by_name(model), **dict(model.named_buffers())}
         fixed = {name: _double(t.detach()) for name, t in tensors.items()}
@@ -80,9 +115,9 @@ def _product(jacobian: Jacobian, x: Tensor, v: Tensor) -> Tensor:
 
         parts = torch.split(v, [t.numel() for t in theta.values()])
         tangent = {name: part.view_as(t) for (name, t), part in zip(theta.items(), parts, strict=True)}
-        change = jvp(f, (theta,), (tangent,))[1]  # phi v
-        (gradient,) = vjp(f, theta)[1](change)
-    return torch.cat([gradient[name].flatten() for name in theta])
+        left = e - jvp(f, (theta,), (tangent,))[1]
+        (gradient,) = vjp(f, theta)[1](left)
+    return left, torch.cat([gradient[name].flatten() for name in theta])
 
 
 def _double(t: Tensor) -> Tensor:

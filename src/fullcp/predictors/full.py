@@ -100,7 +100,8 @@ class FullConformalRegressor(Predictor):
     leverages_ : training leverages.
     tuning_ : the tuned l2, noise and marginal likelihood; None where l2 was given.
     shift_ : how far the network is from a minimum for this l2: the root mean square change of the training
-        predictions that refinement makes, as a multiple of the residuals after it.
+        predictions that refinement makes, as a multiple of the residuals after it. With approximate curvature and
+        without `refine` it is an estimate from a few steps of refinement, mostly too low.
 
     Examples
     --------
