@@ -26,7 +26,7 @@ _LIKE_LEVERAGES = 1024  # for labels: points of like leverage, and of these some
 _LIKE_LABELS = {"cpu": 32, "cuda": 256}
 _LARGEST_SHARE = 0.5  # of the rows: above, all of them in their order are had faster than those that remain
 # What a group takes, in numbers of a training row fetched: itself, and each test point's product with such a number.
-_OVERHEAD, _PRODUCT = {"cpu": 4e5, "cuda": 2e8}, {"cpu": 0.1, "cuda": 0.02}
+_OVERHEAD, _PRODUCT = {"cpu": 2e5, "cuda": 2e8}, {"cpu": 0.1, "cuda": 0.02}
 _PARTS = 4  # a group is divided into
 
 
