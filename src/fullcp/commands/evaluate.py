@@ -96,8 +96,9 @@ def _print(rows: list[Row], title: str) -> None:
     ]
     print_table(title, ["", "calibrates", *names], cells, console=console)
     console.print(
-        f"Means over {rows[0]['folds']} test part(s), with standard errors. x: coverage outside of what a method with "
-        "exact coverage would show in 98 % of all cases.",
+        f"Means over {rows[0]['folds']} test part(s), with standard errors where there are several. x: mean coverage "
+        "outside of what so many calibrating rows promise in 98 % of all cases; on few test rows chance puts it there "
+        "too (--seeds).",
         markup=False,
     )
 
