@@ -142,11 +142,15 @@ def compare(rows: Iterable[Values]) -> list[Cell]:
 def other_epochs(row: Values) -> int | None:
     """The epochs of a row whose networks had others than the paper's, as its command says.
 
+    Those of boxes are fine-tuned, by as many epochs as a GPU has time for, and compared all the same.
+
     Examples
     --------
     >>> other_epochs({"command": "fullcp reproduce --table main --epochs 120 --seeds 1"})
     120
     """
+    if row.get("table", "").startswith("bbox"):
+        return None
     found = re.search(r"--epochs (\d+)", row.get("command", ""))
     return int(found[1]) if found else None
 
