@@ -4,8 +4,10 @@
     python benchmarks/curvature.py --rows 5000     # smaller
 
 The bound is the triangle of the Gram product and the triangular solve of all rows, N D^2 multiply-adds in all, timed in
-the same process at the measured rate of matrix products. Peaks are of a process of their own, above what it had before
-the fit. Results go to results/benchmark_curvature.json.
+the same process at the measured rate of matrix products. Peaks are of a process of their own, above what it had before:
+of the fit, of all of `conformalize`, and of that with intervals of 100 points. They are divided by what is held at the
+end: the tensors of the curvature, and gradients of training rows where they were formed (by KFAC for intervals alone).
+Results go to results/benchmark_curvature.json.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+import fullcp
 from fullcp.curvature import choose, fit_curvature
 from fullcp.features import FeatureRows
 from fullcp.training import mlp
@@ -52,12 +55,12 @@ def rows_for(structure, rows, device, memory):
     return FeatureRows(choose(structure, model, X, memory=memory).jacobian, X, memory=memory)
 
 
-def fit(structure, rows, device, memory=2 * 10**9):
+def fit(structure, rows, device="cpu", memory=2 * 10**9):
     """Curvature and the leverages of all rows, from the network on."""
     features = rows_for(structure, rows, device, memory)
     curvature = fit_curvature(features, structure, 1.0)
     curvature.slack()
-    return features
+    return curvature
 
 
 def bound(rows, size, device):
@@ -91,16 +94,42 @@ def anonymous():
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-def peak(structure, rows):
-    """Bytes above what was there before the fit, with what is kept: run in a process of its own."""
-    fit(structure, 300, "cpu")
+def held(curvature):
+    """Bytes of the gradients of training rows, where they are held, and of the tensors of the curvature."""
+    phi = curvature.features._held
+    factors = sum(t.numel() * t.element_size() for t in curvature.state().values())
+    return {"kept_features": 0 if phi is None else phi.numel() * phi.element_size(), "factor": factors}
+
+
+def predict(structure, rows, points=100):
+    """Intervals for some points, with `conformalize` before."""
+    return conformalize(structure, rows, points)
+
+
+def conformalize(structure, rows, points=0):
+    """The whole of it, with l2 given: curvature, residuals, leverages, and how far the network is from its minimum."""
+    torch.manual_seed(0)
+    model, X = mlp(9, (50, 50, 50)), torch.randn(rows, 9)
+    with torch.no_grad():
+        y = model(X)[:, 0] + 0.1 * torch.randn(rows)
+    cp = fullcp.FullConformalRegressor(model, structure, l2=1.0).conformalize(X, y)
+    if points:
+        cp.predict_interval(torch.randn(points, 9), 0.9)
+    return cp.curvature_
+
+
+PARTS = {"fit": fit, "conformalize": conformalize, "predict": predict}
+
+
+def peak(structure, rows, function):
+    """Bytes above what was there before, with what is kept: run in a process of its own."""
+    function(structure, 300)
     watcher, before = Anonymous(), anonymous()
     watcher.start()
-    features = fit(structure, rows, "cpu")
+    start = time.perf_counter()
+    curvature = function(structure, rows)
     watcher.running = False
-    size = features.size if structure == "full" else 0
-    kept = rows * features.outputs * features.size * 4
-    return {"peak": watcher.most - before, "kept_features": kept, "factor": 8 * size**2}
+    return {"seconds": round(time.perf_counter() - start, 3), "peak": watcher.most - before, **held(curvature)}
 
 
 def main():
@@ -108,11 +137,12 @@ def main():
     parser.add_argument("--rows", type=int, default=41157)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peak-of", choices=STRUCTURES, help="print the peak of one structure, and no more")
+    parser.add_argument("--part", choices=PARTS, default="fit", help="with --peak-of: of what")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmark_curvature.json")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     if arguments.peak_of:
-        print(json.dumps(peak(arguments.peak_of, arguments.rows)))
+        print(json.dumps(peak(arguments.peak_of, arguments.rows, PARTS[arguments.part])))
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     fit("full", 500, device)
@@ -137,12 +167,16 @@ def main():
         "peak_gb_of_the_process": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
     }  # fmt: skip
     if device.type == "cpu":
-        report["memory"] = {}
-        for name in ("full", "kfac"):
-            command = [sys.executable, __file__, "--peak-of", name, "--rows", str(arguments.rows)]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            found["peak_times_kept"] = round(found["peak"] / (found["kept_features"] + found["factor"]), 2)
-            report["memory"][name] = found
+        for part in PARTS:
+            key = "memory" if part == "fit" else f"memory_{part}"
+            report[key] = {}
+            for name in ("full", "kfac"):
+                command = [sys.executable, __file__, "--peak-of", name, "--rows", str(arguments.rows), "--part", part]
+                found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                kept = found["kept_features"] + found["factor"]
+                found["peak_times_kept"] = round(found["peak"] / kept, 2)
+                found["peak_times_budget"] = round(found["peak"] / 2e9, 3)
+                report[key][name] = found
     text = json.dumps(report, indent=2)
     print(text)
     arguments.output.parent.mkdir(exist_ok=True)

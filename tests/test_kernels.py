@@ -388,12 +388,12 @@ def test_what_test_points_are_asked_for():
 
 @pytest.mark.parametrize("kind", ["mlp", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_memory(kind):
-    """Gradients of 8 GB and more, a peak below 1.5 GB."""
+    """Gradients of 8 GB and more, within 600 MB beyond what there was before."""
     script = Path(__file__).with_name("large_memory_run.py")
     run = subprocess.run([sys.executable, str(script), kind], check=True, capture_output=True, text=True)
     report = json.loads(run.stdout)
     assert report["gradients"] > 8e9
     assert report["curvature"] == "full, kernels"
     assert report["finite"]
-    assert report["peak"] < 1.5e9, report
+    assert report["peak"] < 600e6, report
     assert run.stderr == ""

@@ -103,7 +103,8 @@ class Curvature(Protocol):
     def refine(self, e: Tensor, weights: Tensor, *, exactly: bool = True) -> tuple[Tensor, Tensor]:
         """The step Delta (D,) from weights theta (D,) to the ridge solution, and the residuals e - phi Delta (N, O).
 
-        H Delta = phi^T e - diag(l2) theta. Without `exactly`, the size of the change is all that is wanted.
+        H Delta = phi^T e - diag(l2) theta. Without `exactly`, the size of the change is all that is wanted, and a step
+        that takes another pass is left empty.
         """
 
     def state(self) -> dict[str, Tensor]:

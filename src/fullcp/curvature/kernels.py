@@ -57,10 +57,14 @@ class KernelCurvature(DualForm):
         return ((columns - self.rows.pull(a)) / l2).view_as(vectors)
 
     def refine(self, e: Tensor, weights: Tensor, *, exactly: bool = True) -> tuple[Tensor, Tensor]:
-        """The step to the ridge solution and the residuals there, see `DualCurvature.refine`."""
+        """The step to the ridge solution and the residuals there, see `DualCurvature.refine`.
+
+        Residuals come without the step, which takes another pass over the rows: it is left empty where not wanted.
+        """
         targets = e.reshape(-1, 1) + self.rows.push(weights.unsqueeze(1))
         refined = torch.cholesky_solve(targets, self.factor)
-        return self.rows.pull(refined)[:, 0] / self.diagonal - weights, refined.view_as(e)
+        step = self.rows.pull(refined)[:, 0].div_(self.diagonal).sub_(weights) if exactly else weights.new_empty(0)
+        return step, refined.view_as(e)
 
     def change(self, x: Tensor, step: Tensor) -> Tensor:
         """Phi Delta of test points (m, ...), what a step (D,) adds to their predictions: (m, O)."""

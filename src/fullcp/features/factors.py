@@ -69,10 +69,13 @@ class Whole:
         """Phi^T u for u (n O, m): (d, m)."""
         return self.rows.flatten(0, 1).T @ u
 
-    @classmethod
-    def joined(cls, parts: Sequence[Whole]) -> Whole:
-        """The rows of all parts."""
-        return parts[0] if len(parts) == 1 else cls(torch.cat([part.rows for part in parts]))
+    def room(self, n: int) -> Whole:
+        """Memory for n rows like these."""
+        return Whole(_room(self.rows, n))
+
+    def take(self, at: slice, part: Whole) -> None:
+        """Copy the rows of another part to some places."""
+        self.rows[at] = part.rows
 
 
 @dataclass(frozen=True)
@@ -162,13 +165,14 @@ class Factors:
         layers = tuple(layer for use in uses for layer in use.layers)
         return cls(layers, tuple(x for use in uses for x in use.inputs), torch.cat([use.g for use in uses], 3))
 
-    @classmethod
-    def joined(cls, parts: Sequence[Factors]) -> Factors:
-        """The rows of all parts."""
-        if len(parts) == 1:
-            return parts[0]
-        inputs = tuple(torch.cat(each) for each in zip(*(part.inputs for part in parts), strict=True))
-        return cls(parts[0].layers, inputs, torch.cat([part.g for part in parts]))
+    def room(self, n: int) -> Factors:
+        """Memory for n rows like these."""
+        return Factors(self.layers, tuple(_room(x, n) for x in self.inputs), _room(self.g, n))
+
+    def take(self, at: slice, part: Factors) -> None:
+        """Copy the rows of another part to some places."""
+        for x, other in zip((*self.inputs, self.g), (*part.inputs, part.g), strict=True):
+            x[at] = other
 
     def _slices(self, work: int) -> Iterator[slice]:
         """Rows whose patches fit half of the working memory."""
@@ -176,12 +180,6 @@ class Factors:
 
 
 Part = Whole | Factors
-
-
-def joined(parts: Sequence[Part]) -> Part:
-    """The rows of all parts, which are of one tensor."""
-    whole = [part for part in parts if isinstance(part, Whole)]
-    return Whole.joined(whole) if whole else Factors.joined([part for part in parts if isinstance(part, Factors)])
 
 
 def operations(part: Part, rows: int, others: int) -> tuple[float, float]:
@@ -252,6 +250,10 @@ def _add_pairs(out: Tensor, left: Factors, right: Factors, scale: float, work: i
                     if T > 1:
                         both = both.view(len(both) // T, T, -1, T).sum((1, 3))
                     K[rows, o, others, k].add_(both, alpha=scale)
+
+
+def _room(t: Tensor, n: int) -> Tensor:
+    return t.new_empty(n, *t.shape[1:])
 
 
 def _seen(layer: Layer, x: Tensor) -> Tensor:

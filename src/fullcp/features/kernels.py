@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fullcp.features.dissect import Block, Dissection, NotSeparableError
-from fullcp.features.factors import add_kernel, joined, operations
+from fullcp.features.factors import add_kernel, operations
 from fullcp.features.jacobian import Jacobian
 from fullcp.features.rows import FeatureRows
 from fullcp.memory import rows_within
@@ -25,6 +25,7 @@ _KEY = "kernels"
 _PROBE_ROWS = 3
 _MOST_POINTS = 1024
 _OWN_ROWS = 16  # points whose kernels among each other are computed, for the sake of their kernels with themselves
+_VECTORS = 4  # of D numbers that are about: the network in float64, its weights, the penalty, a step
 _WORTH_IT = 0.5  # of the memory of phi: with more, nothing is won
 
 
@@ -68,7 +69,8 @@ class KernelRows:
     """
 
     def __init__(self, features: FeatureRows):
-        self.features, self.memory = features, features.memory
+        self.features = features
+        self.memory = features.memory - min(_VECTORS * 8 * features.size, features.memory // 2)
         self.work = self.memory // 8
         self.dissection = Dissection(features.jacobian, features.sample(_PROBE_ROWS))
         self.bytes_per_row = self.dissection.bytes_per_row
@@ -101,8 +103,17 @@ class KernelRows:
         size = self.dissection.rows_within(self.memory // 8)
         starts = range(0, len(x), size)
         steps = track(starts, "gradients", len(starts)) if start is not None and self._fits else starts
-        parts = [self.dissection(x[at : at + size], None if start is None else start + at) for at in steps]
-        return {name: joined([part.pop(name) for part in parts]) for name in list(parts[0])}
+        block: Block = {}
+        for at in steps:
+            rows = slice(at, min(at + size, len(x)))
+            part = self.dissection(x[rows], None if start is None else start + at)
+            if rows == slice(0, len(x)):
+                return part
+            # Into memory of its own: parts that stayed would leave holes between them, where those of the pass were.
+            block = block or {name: found.room(len(x)) for name, found in part.items()}
+            for name in list(part):
+                block[name].take(rows, part.pop(name))  # type: ignore[arg-type]
+        return block
 
     def scales(self, diagonal: Tensor) -> Scales:
         """What each tensor's products are multiplied with for a penalty (D,), see `add_kernel`."""
