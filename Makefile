@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help demo test test-slow test-gpu bench lint format clean
 
 help:
-	@echo "make demo       train, conformalize, print the table and draw the picture (under a minute)"
+	@echo "make demo       train, conformalize, print the table and draw the picture (a minute or so with the installation)"
 	@echo "make test       the test suite"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make test-gpu   the tests that need a CUDA device"

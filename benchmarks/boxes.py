@@ -16,24 +16,23 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from math import isfinite, isnan
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from fullcp.data import BoxImages, load_packed, load_pets, pack_pets
+from fullcp.data import load_packed, load_pets, pack_pets
 from fullcp.experiments.box_networks import Plan, load_trained, train_seeds
 from fullcp.experiments.box_views import view_seed
 from fullcp.experiments.boxes import evaluate_seed, summarise
+from fullcp.experiments.provenance import commit
 from fullcp.vision import Recipe, balance, load_vgg19, normalized
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def main():
@@ -95,9 +94,7 @@ def evaluate(arguments):
     seeds = sorted(int(path.stem[5:]) for path in arguments.folder.glob("seed_*.safetensors"))
     if not seeds:
         sys.exit(f"no seed is trained in {arguments.folder}")
-    # Intervals need no pixels, and processes are given what they need.
-    light = BoxImages(data.images[:, :, :1, :1].clone(), data.boxes, data.classes, data.names)
-    work = partial(evaluate_alone, light, arguments.folder)
+    work = partial(evaluate_alone, data.without_pixels(), arguments.folder)
     rows = []
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
         for seed, found in zip(seeds, pool.map(work, seeds), strict=True):
@@ -106,9 +103,7 @@ def evaluate(arguments):
     seconds = {(row.seed, row.table): row.train_seconds for row in rows}
     report = {
         "command": "python benchmarks/boxes.py " + " ".join(sys.argv[1:]),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-        ).stdout.strip(),
+        "commit": commit(),
         "machine": f"{platform.machine()}, torch {torch.__version__}"
         + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
         "plan": load_trained(arguments.folder, seeds[0])[0].facts(),
@@ -117,10 +112,11 @@ def evaluate(arguments):
         "evaluation_seconds_per_seed": round(sum(row.seconds for row in rows if row.level == 0.9) / len(seeds), 1),
         "methods": [{key: rounded(value) for key, value in row.items()} for row in summarise(rows)],
     }
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    arguments.output.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     for row in report["methods"]:
         if row["level"] == 0.9:
-            print(f"{row['table']:8} {row['method']:32} {row['joint']:10} {row['volume']:9.4f} {row['coverage']:.4f}")
+            name = f"{row['table']:8} {row['method']:32} {row['joint']:10}"
+            print(f"{name} {float(row['volume']):9.4f} {row['coverage']:.4f}")
     if arguments.view is not None:
         view_seed(data, arguments.folder, seeds[0]).save(arguments.view)
         say(start, f"the view of seed {seeds[0]} is written")
@@ -137,7 +133,12 @@ def say(start, what):
 
 
 def rounded(value):
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    """Five digits; what JSON has no number for, infinite volumes and errors of one seed, as a word or as null."""
+    if not isinstance(value, float):
+        return value
+    if isnan(value):
+        return None
+    return float(f"{value:.5g}") if isfinite(value) else str(value)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -16,13 +17,14 @@ RESULTS = ROOT / "results"
 
 
 def provenance():
-    """Command, commit and machine."""
+    """Command with what it was told of data sets, commit and machine."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    data = [f"FULLCP_DATA={os.environ['FULLCP_DATA']}"] if os.environ.get("FULLCP_DATA") else []
     return {
-        "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
+        "command": " ".join([*data, "python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
         "commit": commit.stdout.strip(),
         "machine": f"{platform.processor() or platform.machine()}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} thread(s){gpu}",

@@ -1,13 +1,12 @@
 """What intervals cost: the pruned engine beside the dense way and the formulas point by point, and how it grows.
 
     python benchmarks/prediction.py                    # all of it, some minutes on two cores
-    python benchmarks/prediction.py --parts data       # data, whole_set, one_row, scaling, million
+    python benchmarks/prediction.py --parts data       # data, p_values, whole_set, one_row, scaling, million
     FULLCP_DATA=../shared/data python benchmarks/prediction.py   # kin8nm and protein, not made rows of their sizes
 
-- ours: `predict_interval`, from inputs to intervals, gradients of the test points and all.
-- dense: gradients, whiten, multiply with all whitened rows (held in float64, made before the clock starts),
-  changepoints, k-th values by partial sorting, in chunks of test points.
-- formulas: H^-1 at hand, and for each test point cross leverages, changepoints and a full sort; timed for a few points.
+The ways are those of benchmarks/ways.py: ours, from inputs to intervals, gradients of the test points and all; dense,
+whose whitened rows are made before the clock starts; formulas, timed for a few points. `rows` says whether a row is
+about the data set ("uci") or made rows of its size ("made").
 
 All three give the same intervals. The bound is what no way around is known for: two triangular solves a test point and
 the products with the rows that remain, at the measured rate of float64 products. Results go to results/.
@@ -23,26 +22,27 @@ import subprocess
 import sys
 import time
 import warnings
-from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from measure import RESULTS, Anonymous, provenance, rate_of_products, seconds, synchronise
+from ways import DEVICE, Dense, Formulas, peaks
 
 import fullcp
-from fullcp.influence import absolute_changepoints, signed_changepoints
 from fullcp.pruning import SortedRows
-from fullcp.regions import absolute_rank, order_statistics, signed_ranks
+from fullcp.report import print_table
 from fullcp.training import mlp, train
 
 LEVELS = (0.9, 0.95, 0.99)
 SHAPES = {"kin8nm": (8192, 8, (50,), 1.0, 100), "protein": (45730, 9, (50, 50, 50), 10.0, 10)}
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ABOUT = ("command", "commit", "machine")
+MILLION_MEMORY = "4.1GB"
 
 
 def rows_of(name):
-    """Standardised rows of a data set, or made ones of its size."""
+    """Standardised rows of a data set, or made ones of its size, and which: "uci" or "made"."""
     N, inputs, *_ = SHAPES[name]
     folder = os.environ.get("FULLCP_DATA")
     if folder and name == "kin8nm":
@@ -53,10 +53,10 @@ def rows_of(name):
             table = np.loadtxt(file, delimiter=",", skiprows=1)
         X, y = table[:, 1:], table[:, 0]
     else:
-        return made(N, inputs)
+        return *made(N, inputs), "made"
     order = np.random.default_rng(0).permutation(len(X))
     X, y = (X[order] - X.mean(0)) / X.std(0), (y[order] - y.mean()) / y.std()
-    return torch.tensor(X, dtype=torch.float32), torch.tensor(y)
+    return torch.tensor(X, dtype=torch.float32).to(DEVICE), torch.tensor(y).to(DEVICE), "uci"
 
 
 def made(N, inputs, seed=0):
@@ -64,7 +64,7 @@ def made(N, inputs, seed=0):
     generator = np.random.default_rng(seed)
     X = generator.standard_normal((N, inputs), dtype=np.float32)
     y = np.sin(X[:, 0]) + 0.5 * X[:, 1] * X[:, 2] + 0.3 * generator.standard_t(4, size=N)
-    return torch.from_numpy(X), torch.from_numpy((y - y.mean()) / y.std())
+    return torch.from_numpy(X).to(DEVICE), torch.from_numpy((y - y.mean()) / y.std()).to(DEVICE)
 
 
 def touched(cp, X, levels):
@@ -84,62 +84,6 @@ def touched(cp, X, levels):
     return sizes
 
 
-class Dense:
-    """The best straightforward way: everything of training that can be had before is."""
-
-    def __init__(self, cp):
-        self.cp, self.engine, curvature = cp, cp._engine, cp.curvature_
-        self.L, features = curvature.factor, curvature.features
-        self.Z = torch.cat([curvature._whiten(phi).T for _, phi in features.chunks()])  # (N, D), whitened
-
-    def intervals(self, X, levels, chunk=256):
-        """Ends (m, 2, L)."""
-        engine, parts = self.engine, []
-        e, s, N = engine.e[:, 0], engine.slack[:, 0, 0], len(engine.e)
-        signed = engine.residuals == "signed"
-        ends = signed_changepoints if signed else absolute_changepoints
-        levels = [Fraction(str(level)) for level in levels]
-        high = [absolute_rank(level, N) for level in levels]
-        ranks = [signed_ranks(level, N) for level in levels] if signed else [(N + 1 - k, k) for k in high]
-        for x in torch.split(X, chunk):
-            f, phi = self.cp.network_(x)
-            z = torch.linalg.solve_triangular(self.L, phi[:, 0].double().T, upper=False)  # (D, m)
-            lower, upper = ends(engine.score, e, s, z.T @ self.Z.T, z.square().sum(0))
-            low = order_statistics(lower.clone() if lower is upper else lower, [a for a, _ in ranks])
-            parts.append(f.double()[:, :, None] + torch.stack([low, order_statistics(upper, [b for _, b in ranks])], 1))
-        return torch.cat(parts)
-
-
-class Formulas:
-    """One test point after the other, as the formulas stand in the paper (studentized scores)."""
-
-    def __init__(self, cp):
-        self.cp, self.engine = cp, cp._engine
-        self.phi = torch.cat([phi[:, 0].double() for _, phi in cp.curvature_.features.chunks()])
-        self.inverse = torch.cholesky_inverse(cp.curvature_.factor)
-
-    def intervals(self, X, levels):
-        """Ends (m, 2, L)."""
-        e, h_i, N = self.engine.e[:, 0], 1 - self.engine.slack[:, 0, 0], len(self.phi)
-        found = []
-        for x in X:
-            f, phi = self.cp.network_(x.unsqueeze(0))
-            g = self.inverse @ phi[0, 0].double()
-            h, c = phi[0, 0].double() @ g, self.phi @ g
-            A, B = e / (1 - h_i + c**2 / (1 + h)).sqrt(), c / ((1 - h_i + c**2 / (1 + h)).sqrt() * (1 + h))
-            b = 1 / (1 + h).sqrt()
-            if self.engine.residuals == "signed":
-                r = (A / (b + B)).sort().values
-                pairs = [signed_ranks(Fraction(str(level)), N) for level in levels]
-                ends = [[r[low - 1] for low, _ in pairs], [r[high - 1] for _, high in pairs]]
-            else:
-                left, right = (A.abs() / (b - A.sign() * B)).sort().values, (A.abs() / (b + A.sign() * B)).sort().values
-                ranks = [absolute_rank(Fraction(str(level)), N) for level in levels]
-                ends = [[-left[k - 1] for k in ranks], [right[k - 1] for k in ranks]]
-            found.append(f.double()[0, 0] + torch.tensor(ends, dtype=torch.float64))
-        return torch.stack(found)
-
-
 def fitted(X, y, N, hidden, l2, epochs, residuals, memory):
     """A trained network with its curvature."""
     torch.manual_seed(0)
@@ -153,8 +97,9 @@ def fitted(X, y, N, hidden, l2, epochs, residuals, memory):
 def data_part(arguments):
     """Ours, dense and formulas on two sets."""
     rate, rows = rate_of_products(DEVICE), []
-    for name, (total, _, hidden, l2, epochs) in SHAPES.items():
-        X, y = (t.to(DEVICE) for t in rows_of(name))
+    for name in arguments.sets:
+        total, _, hidden, l2, epochs = SHAPES[name]
+        X, y, origin = rows_of(name)
         N = int(0.9 * total)
         for residuals in ("signed", "absolute"):
             cp, fit = fitted(X, y, N, hidden, l2, epochs, residuals, "4GB")
@@ -166,17 +111,11 @@ def data_part(arguments):
             }
             answers = {way: function() for way, function in ways.items()}
             gap = float((answers["ours"] - answers["dense"]).abs().max())
-            times = {way: [] for way in ways}
-            for _ in range(arguments.rounds):  # in turn: the machine is not the same from one minute to the next
-                for way, function in ways.items():
-                    times[way].append(seconds(function))
-            least = {way: min(values) for way, values in times.items()}
-            row = {"set": name, "N": N, "D": D, "points": m, "levels": len(LEVELS), "residuals": residuals,
-                   "fit_s": round(fit, 3)}  # fmt: skip
+            least, faster = in_turn(ways, arguments.rounds)
+            row = {"set": name, "rows": origin, "N": N, "D": D, "points": m, "levels": len(LEVELS),
+                   "residuals": residuals, "fit_s": round(fit, 3)}  # fmt: skip
             row |= {f"{way}_s": round(least[way], 4) for way in ways}
-            row["times_faster_than_dense"] = round(
-                float(np.median([b / a for a, b in zip(times["ours"], times["dense"], strict=True)])), 2
-            )
+            row["times_faster_than_dense"] = faster
             del dense, ways
             if DEVICE.type == "cpu":
                 formulas, few = Formulas(cp), X_new[:20]
@@ -189,19 +128,58 @@ def data_part(arguments):
             row["rows_touched"] = round(float(np.mean(sizes)) / N, 4)
             bound = (2 * m * D**2 + sum(2 * (m / len(sizes)) * S * D for S in sizes)) / rate
             row["share_of_bound"] = round(bound / least["ours"], 3)
-            with Anonymous() as memory:
-                cp.predict_interval(X_new, LEVELS)
-            row["peak_mb"] = round(memory.above / 1e6)
+            kinds = ("ours", "dense", "formulas") if DEVICE.type == "cpu" else ("ours", "dense")
+            row |= {f"{way}_peak_mb": mb for way, mb in peaks(cp, X_new, LEVELS, hidden, kinds).items()}
             row["largest_difference"] = gap
-            print(row, flush=True)
+            print(row, file=sys.stderr, flush=True)
             rows.append(row)
     return {"gflops_of_products": round(rate / 1e9), "sets": rows}
+
+
+def in_turn(ways, rounds):
+    """Least seconds of each way, and how many times faster ours is than the dense one in the median round."""
+    times = {way: [] for way in ways}
+    for _ in range(rounds):  # in turn: the machine is not the same from one minute to the next
+        for way, function in ways.items():
+            times[way].append(seconds(function))
+    ratios = [b / a for a, b in zip(times["ours"], times["dense"], strict=True)]
+    return {way: min(values) for way, values in times.items()}, round(float(np.median(ratios)), 2)
+
+
+def p_values_part(arguments):
+    """P-values of the test rows' own labels: beside the dense way, and how they grow with N."""
+    X, y, origin = rows_of("kin8nm")
+    total, _, hidden, l2, epochs = SHAPES["kin8nm"]
+    N, sets, growing = int(0.9 * total), [], []
+    for residuals in ("signed", "absolute"):
+        cp, _ = fitted(X, y, N, hidden, l2, epochs, residuals, "4GB")
+        dense, m = Dense(cp), total - N
+        ways = {"ours": partial(cp.p_value, X[N:], y[N:]), "dense": partial(dense.p_values, X[N:], y[N:])}
+        differ = int((ways["ours"]() != ways["dense"]()).sum())
+        least, faster = in_turn(ways, arguments.rounds)
+        sets.append({"set": "kin8nm", "rows": origin, "N": N, "D": cp.network_.size, "points": m,
+                     "residuals": residuals, **{f"{way}_s": round(least[way], 4) for way in ways},
+                     "times_faster_than_dense": faster, "that_differ": differ})  # fmt: skip
+    N, m = 10_000, 1000
+    while min(arguments.largest, 640_000) >= N:
+        X, y = made(N + m, 8)
+        row = {"N": N}
+        for residuals in ("signed", "absolute"):
+            cp, _ = fitted(X, y, N, (50,), 5.0, 3, residuals, "5GB")
+            cp.p_value(X[N : N + 10], y[N : N + 10])
+            ask = partial(cp.p_value, X[N:], y[N:])
+            best = min(seconds(ask) for _ in range(arguments.rounds))
+            row[f"{residuals}_ms_per_point"] = round(1e3 * best / m, 4)
+        print(row, file=sys.stderr, flush=True)
+        growing.append(row)
+        N *= 2
+    return {"sets": sets, "N": growing, "D": cp.network_.size, "points": m}
 
 
 def whole_set_part(arguments):
     """Protein: the fit and all of its test rows, after a first round that warms up."""
     _, _, hidden, l2, epochs = SHAPES["protein"]
-    X, y = (t.to(DEVICE) for t in rows_of("protein"))
+    X, y, origin = rows_of("protein")
     N, found = int(0.9 * len(X)), {}
     for residuals in ("signed", "absolute"):
         cp, _ = fitted(X, y, N, hidden, l2, epochs, residuals, "8GB")
@@ -209,12 +187,13 @@ def whole_set_part(arguments):
         steps = (lambda cp=cp: cp.conformalize(X[:N], y[:N])), (lambda cp=cp: cp.predict_interval(X[N:], LEVELS))
         fit, predict = min((tuple(seconds(step) for step in steps) for _ in range(arguments.rounds)), key=sum)
         found[residuals] = {"fit_s": round(fit, 4), "predict_s": round(predict, 4)}
-    return {"N": N, "D": cp.network_.size, "points": len(X) - N, "levels": len(LEVELS), **found}
+    about = {"rows": origin, "N": N, "D": cp.network_.size, "points": len(X) - N, "levels": len(LEVELS)}
+    return {**about, **found}
 
 
 def one_row_part(arguments):
     """The latency of a single row."""
-    X, y = (t.to(DEVICE) for t in made(10_400, 8))
+    X, y = made(10_400, 8)
     cp, _ = fitted(X, y, 10_000, (50,), 5.0, 20, "auto", "2GB")
     rows = X[10_000:].cpu().numpy() if DEVICE.type == "cpu" else X[10_000:]
     times = [seconds(lambda i=i: cp.predict_interval(rows[i : i + 1], 0.9)) for i in range(400)]
@@ -227,14 +206,14 @@ def scaling_part(arguments):
     found = {"N": [], "D": [], "points": []}
 
     def measure(axis, value, N, width, m):
-        X, y = (t.to(DEVICE) for t in made(N + m, 8))
+        X, y = made(N + m, 8)
         cp, fit = fitted(X, y, N, (width,), 5.0, 3, "signed", "5GB")
         cp.predict_interval(X[N : N + 10], LEVELS)
         best = min(seconds(lambda: cp.predict_interval(X[N:], LEVELS)) for _ in range(arguments.rounds))
         sizes = touched(cp, X[N:], LEVELS)
         row = {axis: value, "fit_s": round(fit, 3), "ms_per_point": round(1e3 * best / m, 4),
                "rows_touched": round(float(np.mean(sizes)))}  # fmt: skip
-        print({"N": N, "D": cp.network_.size, "points": m} | row, flush=True)
+        print({"N": N, "D": cp.network_.size, "points": m} | row, file=sys.stderr, flush=True)
         found[axis].append(row)
 
     N = 10_000
@@ -252,13 +231,14 @@ def million_part(arguments):
     """A million rows and 10,000 test points, in a process of its own."""
     if not arguments.inside:
         command = [sys.executable, __file__, "--parts", "million", "--inside"]
-        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # progress goes to stderr
+        return json.loads(done.stdout)
     N, m = 1_000_000, 10_000
-    X, y = (t.to(DEVICE) for t in made(N + m, 8))
+    X, y = made(N + m, 8)
     torch.manual_seed(0)
     model = mlp(8, (50,)).to(DEVICE)
     train(model, X[:50_000], y[:50_000], l2=0.25, epochs=10)
-    cp = fullcp.FullConformalRegressor(model, "full", l2=5.0, memory="4.1GB")
+    cp = fullcp.FullConformalRegressor(model, "full", l2=5.0, memory=MILLION_MEMORY)
     with Anonymous() as memory:
         start = time.perf_counter()
         cp.conformalize(X[:N], y[:N])
@@ -273,6 +253,7 @@ def million_part(arguments):
         "N": N,
         "D": cp.network_.size,
         "points": m,
+        "memory": MILLION_MEMORY,
         "fit_s": round(fit, 2),
         "predict_s": round(predict, 2),
         "peak_gb_of_the_process": round(memory.most / 1e9, 2),
@@ -282,6 +263,7 @@ def million_part(arguments):
 
 PARTS = {
     "data": data_part,
+    "p_values": p_values_part,
     "whole_set": whole_set_part,
     "one_row": one_row_part,
     "scaling": scaling_part,
@@ -289,10 +271,24 @@ PARTS = {
 }
 
 
+def show(part, found):
+    """Tables of what a part found: one of each list of rows, and one of its single numbers."""
+    tables = {
+        name: rows for name, rows in found.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+    }
+    if not tables:
+        tables = {"": [{name: value for name, value in found.items() if name not in ABOUT}]}
+    for name, rows in tables.items():
+        cells = [[row[column] for row in rows] for column in rows[0]]
+        table = [[column, *map(str, values)] for column, values in zip(rows[0], cells, strict=True)]
+        print_table(f"{part} {name}".strip(), ["", *map(str, range(1, len(rows) + 1))], table)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = [part for part in PARTS if part != "whole_set" or DEVICE.type == "cuda"]  # some minutes of fits on a CPU
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=usual)
+    parser.add_argument("--sets", nargs="+", choices=SHAPES, default=list(SHAPES), help="in the data part")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--largest", type=int, default=1_000_000, help="rows in the scaling part")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -306,6 +302,7 @@ def main():
     for part in arguments.parts:
         report[part] = {**provenance(), **PARTS[part](arguments)}
         print(json.dumps({part: report[part]}, indent=1), flush=True)
+        show(part, report[part])
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 

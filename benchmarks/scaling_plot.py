@@ -1,6 +1,9 @@
 """The scaling part of results/benchmark_prediction_cpu.json as a picture, docs/images/scaling.png.
 
 python benchmarks/scaling_plot.py
+
+On a machine with a GPU, where `make bench` measures that, it is that of results/benchmark_prediction_cuda.json, as
+scaling_cuda.png.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
 from measure import RESULTS, ROOT
 
 LABELS = {
@@ -21,7 +25,8 @@ LABELS = {
 
 
 def main():
-    found = json.loads((RESULTS / "benchmark_prediction_cpu.json").read_text())["scaling"]
+    device, picture = ("cuda", "scaling_cuda.png") if torch.cuda.is_available() else ("cpu", "scaling.png")
+    found = json.loads((RESULTS / f"benchmark_prediction_{device}.json").read_text())["scaling"]
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True, layout="constrained")
     for axis, (name, label) in zip(axes, LABELS.items(), strict=True):
         rows = found[name]
@@ -33,7 +38,7 @@ def main():
             axis.set_xticks([], minor=True)
         axis.grid(alpha=0.3, which="both", linewidth=0.5)
     axes[0].set_ylabel("ms a test point, three levels")
-    figure.savefig(ROOT / "docs" / "images" / "scaling.png", dpi=150)
+    figure.savefig(ROOT / "docs" / "images" / picture, dpi=150)
 
 
 if __name__ == "__main__":

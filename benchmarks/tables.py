@@ -2,8 +2,9 @@
 
     FULLCP_DATA=data python benchmarks/tables.py --datasets yacht boston --stage train --pack out --limit 550
 
+Tables without data sets (synthetic_fullcp, bbox, bbox_50) have a process of their own where they are among --tables.
 Wants nothing that the library itself does not. What is not done after --limit seconds is stopped; the same command goes
-on with the run folder that `--unpack` puts together again.
+on with the run folder that `--unpack` puts together again. The exit status is 1 where a process failed.
 """
 
 from __future__ import annotations
@@ -17,19 +18,30 @@ import tarfile
 import time
 from pathlib import Path
 
-from fullcp.experiments.reproduction import SYNTHETIC, Request, run
+from fullcp.experiments.reproduction import BOXES, SYNTHETIC, Request, run
 from fullcp.experiments.tables import SPECS, TABLES
 
 PART = 15 * 2**20
+ALONE = {"synthetic": (SYNTHETIC,), "boxes": BOXES}  # work that belongs to no data set, and its tables
 
 
-def request(options, dataset):
-    tables = [name for name in options.tables if name == SYNTHETIC or dataset in SPECS[name].datasets]
-    if dataset == "synthetic":
-        tables = [SYNTHETIC]
+def jobs(tables, datasets):
+    """What has a process: each data set, and the tables without one, whether named among the data sets or not."""
+    own = [name for name, theirs in ALONE.items() if name in datasets or set(theirs) & set(tables)]
+    return [*own, *(name for name in datasets if name not in ALONE)]
+
+
+def tables_of(tables, job):
+    """The tables that a process makes; "synthetic" or "boxes" named without a table of theirs is all of them."""
+    if job in ALONE:
+        return tuple(name for name in tables if name in ALONE[job]) or ALONE[job]
+    return tuple(name for name in tables if name in SPECS and job in SPECS[name].datasets)
+
+
+def request(options, job):
     return Request(
-        tables=tuple(tables),
-        datasets=None if dataset == "synthetic" else (dataset,),
+        tables=tables_of(options.tables, job),
+        datasets=None if job in ALONE else (job,),
         methods=tuple(options.methods) if options.methods else None,
         seeds=options.seeds,
         epochs=options.epochs,
@@ -43,40 +55,53 @@ def request(options, dataset):
 
 
 def single(options):
-    """One data set, in this process."""
-    (dataset,) = options.datasets
+    """One job, in this process."""
+    (job,) = options.datasets
     start = time.perf_counter()
 
     def say(text):
         print(f"[{time.perf_counter() - start:7.1f} s] {text}", flush=True)
 
-    say(f"{dataset} begins")
-    run(request(options, dataset), say)
-    say(f"{dataset} ends")
+    say(f"{job} begins")
+    run(request(options, job), say)
+    say(f"{job} ends")
+
+
+def words_without(words, *options):
+    """The words of a command without these options and what follows them."""
+    kept, skipping = [], False
+    for word in words:
+        if word.startswith("--"):
+            skipping = word.split("=")[0] in options
+        kept += [] if skipping else [word]
+    return kept
 
 
 def several(options):
-    """A process a data set, `--jobs` at a time."""
-    waiting, running, failed = list(options.datasets), {}, []
+    """A process a job, `--jobs` at a time; returns those that failed."""
+    waiting, running, failed = jobs(options.tables, options.datasets), {}, []
     start = time.perf_counter()
-    own = [a for a in sys.argv[1:] if a not in options.datasets and a != "--datasets"]
+    own = words_without(sys.argv[1:], "--datasets")
     while waiting or running:
         while waiting and len(running) < options.jobs:
-            dataset = waiting.pop(0)
-            command = [sys.executable, __file__, *own, "--single", "--datasets", dataset]
-            running[dataset] = subprocess.Popen(command)
+            job = waiting.pop(0)
+            command = [sys.executable, __file__, *own, "--single", "--datasets", job]
+            running[job] = subprocess.Popen(command)
         time.sleep(0.2)
-        for dataset in [d for d, p in running.items() if p.poll() is not None]:
-            code = running.pop(dataset).returncode
-            print(f"[{time.perf_counter() - start:7.1f} s] {dataset}: exit {code}", flush=True)
-            failed += [dataset] if code else []
+        for job in [name for name, process in running.items() if process.poll() is not None]:
+            code = running.pop(job).returncode
+            print(f"[{time.perf_counter() - start:7.1f} s] {job}: exit {code}", flush=True)
+            failed += [job] if code else []
         if time.perf_counter() - start > options.limit:
             for process in running.values():
                 process.terminate()
+            for process in running.values():
+                process.wait()  # whole lines and whole networks alone are packed
             print(f"stopped after {options.limit} s: {', '.join([*running, *waiting])}", flush=True)
             break
     if failed:
         print(f"failed: {', '.join(failed)}", flush=True)
+    return failed
 
 
 def pack(folder, target):
@@ -120,12 +145,15 @@ def main():
     if options.single:
         single(options)
         return
+    if options.stage in ("write", "all") and options.jobs > 1:
+        parser.error("processes would write the same tables: take --jobs 1, or --stage train and evaluate first")
     if options.unpack:
         unpack(options.unpack, options.run_dir)
     os.makedirs(options.run_dir, exist_ok=True)
-    several(options)
+    failed = several(options)
     if options.pack:
         pack(options.run_dir, options.pack)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

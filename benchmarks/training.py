@@ -57,20 +57,29 @@ def plain_step(model, X, y, l2):
     return step
 
 
-def step_of_many(networks, hidden, inputs, device, rounds=3):
-    """Microseconds of one step of all networks at batch 256: together, one by one with `train`, and in plain torch."""
-    epochs = 400 if device.type == "cuda" else 40
-    X = torch.randn(256, inputs, device=device)
-    y = X.sum(1) + 0.1 * torch.randn(256, device=device)
+def step_of_many(networks, hidden, inputs, device, rounds=3, rows=256, shared=True):
+    """Microseconds of one step of all networks at batch 256: together, one by one with `train`, and in plain torch.
+
+    With 256 shared rows an epoch is one step, and its rows need no order. Where each network has rows of its own, and
+    several batches of them, the time of a step holds its share of the shuffling, too.
+    """
+    steps = rows // 256
+    epochs = (400 if device.type == "cuda" else 40) // steps
+    pairs = []
+    for _ in range(1 if shared else networks):
+        X = torch.randn(rows, inputs, device=device)
+        pairs.append((X, X.sum(1) + 0.1 * torch.randn(rows, device=device)))
+    X, y = (part[:256] for part in pairs[0])
+    data = pairs[0] if shared else pairs
     models = [model.to(device) for model in replicate(lambda: mlp(inputs, hidden), range(networks))]
-    train_ensemble(copy.deepcopy(models), (X, y), epochs=5)
+    train_ensemble(copy.deepcopy(models), data, epochs=5)
     ready = [copy.deepcopy(models) for _ in range(rounds)]
-    few, many = (best_of(rounds, lambda n=n: train_ensemble(copy.deepcopy(models), (X, y), epochs=n))
+    few, many = (best_of(rounds, lambda n=n: train_ensemble(copy.deepcopy(models), data, epochs=n))
                  for n in (epochs, 6 * epochs))  # fmt: skip
-    together = (many - few) / (5 * epochs)
+    together = (many - few) / (5 * epochs * steps)
     single = copy.deepcopy(models[0])
-    few, many = (best_of(rounds, lambda n=n: train(single, X, y, epochs=n)) for n in (epochs, 6 * epochs))
-    alone = (many - few) / (5 * epochs)
+    few, many = (best_of(rounds, lambda n=n: train(single, *pairs[0], epochs=n)) for n in (epochs, 6 * epochs))
+    alone = (many - few) / (5 * epochs * steps)
     step = plain_step(ready[0][0], X, y, 1.0)
     plain = best_of(rounds, lambda: [step() for _ in range(epochs)]) / epochs
     widths = [inputs, *hidden, 1]
@@ -83,6 +92,8 @@ def step_of_many(networks, hidden, inputs, device, rounds=3):
     return {
         "networks": networks,
         "shape": "-".join(map(str, widths)),
+        "rows": rows,
+        "rows_of_each_network_its_own": not shared,
         "device": str(device),
         "ensemble_us_per_step": round(together * 1e6, 1),
         "train_us_per_step": round(alone * 1e6, 1),
@@ -134,6 +145,9 @@ def main():
     steps = [step_of_many(100, (50,), 6, device), step_of_many(20, (50, 50, 50), 9, device)]
     if device.type == "cuda":
         steps.append(step_of_many(140, (50, 50, 50), 9, device))
+    deep = 140 if device.type == "cuda" else 20
+    steps.append(step_of_many(100, (50,), 6, device, rows=512, shared=False))
+    steps.append(step_of_many(deep, (50, 50, 50), 9, device, rows=512, shared=False))
     report = {
         "command": "python benchmarks/training.py " + " ".join(sys.argv[1:]),
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT,

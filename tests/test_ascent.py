@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullcp.tuning import Ascent, Spectral, evidence_of_many
-from fullcp.tuning.evidence import Evidence
+from fullcp.tuning.evidence import BOUND, Evidence
 from reference import log_marginal_likelihood
 
 SIZES = [12, 4, 4, 1]
@@ -137,3 +137,39 @@ def test_what_was_read_stays():
     before = ascent.log_precision
     ascent.climb(evidence(), RATES)
     assert torch.equal(before, torch.zeros(3, 4).double())
+
+
+@pytest.mark.parametrize("form", ["primal", "dual"])
+@pytest.mark.parametrize("structure", ["layer", "scalar"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
+def test_a_network_without_a_value_stays_where_it_is_and_harms_no_other(form, structure, value):
+    groups = 4 if structure == "layer" else 1
+    phi, e, theta = problem()
+    broken = phi.clone()
+    broken[1, 3, 0, 2] = value
+
+    def given(phi):
+        return evidence_of_many([(phi, e)], theta, SIZES, torch.full((3,), 30), structure=structure, form=form)
+
+    ascent, whole = Ascent(3, groups), Ascent(3, groups)
+    for other in (ascent, whole):
+        other.climb(given(phi), RATES)
+    before = ascent.state()
+    found, expected = ascent.climb(given(broken), RATES), whole.climb(given(phi), RATES)
+    assert found[1] == -torch.inf
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+    for name, part in ascent.state().items():
+        assert torch.equal(part[1], before[name][1])
+        assert torch.equal(part[[0, 2]], whole.state()[name][[0, 2]])
+    torch.testing.assert_close(ascent.climb(given(phi), RATES)[1:2], expected[1:2])  # and goes on from there
+
+
+def test_it_stays_within_the_bounds_of_the_search_after_training():
+    """Of residuals and weights that are all zero, noise falls and precisions rise for ever."""
+    phi, _, _ = problem()
+    given = evidence_of_many([(phi, torch.zeros(3, 30, 1))], torch.zeros(3, sum(SIZES)), SIZES, torch.full((3,), 30))
+    ascent = Ascent(3, 4)
+    for _ in range(40):
+        assert ascent.climb(given, [1.0] * 5).isfinite().all()
+    torch.testing.assert_close(ascent.log_precision, torch.full((3, 4), BOUND).double())
+    torch.testing.assert_close(ascent.log_noise, torch.full((3,), -BOUND / 2).double())

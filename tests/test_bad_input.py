@@ -341,4 +341,5 @@ def test_a_loader_that_drops_rows():
     assert cp.n_rows_ == 28
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", fullcp.PoorFitWarning)
         cp.conformalize(DataLoader(data, batch_size=10, drop_last=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,6 +48,7 @@ KINDS = {
     ("informed", "bonferroni"),
     ("informed", "max"),
     ("jackknife+", "bonferroni"),
+    ("jackknife+", "max"),
 }
 
 
@@ -72,7 +75,7 @@ def test_every_method_has_its_rows(done):
         assert row.accuracy > 0.8
         assert row.mean_overlap > (0.25 if row.table == "all" else 0.05)
     by = {(row.seed, row.table, row.method, row.joint, row.level): row for row in rows}
-    assert len(by) == len(rows) == 2 * len(LEVELS) * (4 + 2 * 13)
+    assert len(by) == len(rows) == 2 * len(LEVELS) * (5 + 2 * 13)
     for (seed, table, method, joint, level), row in by.items():
         if level == 0.8:
             assert row.volume < by[seed, table, method, joint, 0.9].volume
@@ -154,11 +157,36 @@ def test_stages_apart_resume_and_refuse(done, tmp_path, monkeypatch):
     other = drawn_boxes(400, size=24, seed=5)
     with pytest.raises(ValueError, match="folder holds seed 0 trained with other images"):
         list(train_seeds(other, small_backbone, FINE, range(1), folder))
+    # Rows that are kept are handed out for the images and the plan of their networks alone.
+    assert evaluate_seed(DATA.without_pixels(), folder, 0, plan=FINE, levels=LEVELS) == [r for r in rows if r.seed == 0]
+    with pytest.raises(ValueError, match="folder holds seed 0 trained with other images"):
+        evaluate_seed(other.without_pixels(), folder, 0, levels=LEVELS)
+    longer = replace(FINE, recipe=replace(RECIPE, epochs=77), trunk=(9, 9))
+    with pytest.raises(ValueError, match=r"seed 0 trained with trunk=\[24, 16\], epochs=18; name another folder"):
+        evaluate_seed(DATA, folder, 0, plan=longer, levels=LEVELS)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"seed 7 is not trained: .*seed_007.safetensors does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"seed 7 is not trained: .*seed_007.safetensors does not exist; run"):
         evaluate_seed(DATA, folder, 7, levels=LEVELS)
     with pytest.raises(ValueError, match="shares must lie between 0 and 1"):
         Plan(shares=(0.25, 1.0))
+
+
+def test_kept_rows_of_other_networks_do_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(boxes, "_EPOCHS", 3)
+    short = replace(FROZEN, recipe=Recipe(epochs=2))
+    networks = tmp_path / "seed_000.safetensors"
+    list(train_seeds(DATA, small_backbone, short, range(1), tmp_path, device="cpu"))
+    first = evaluate_seed(DATA, tmp_path, 0, plan=short)
+    assert boxes.evaluated(tmp_path, 0, boxes.LEVELS) == first
+    networks.unlink()  # a person begins again, with other epochs
+    longer = replace(FROZEN, recipe=Recipe(epochs=3))
+    list(train_seeds(DATA, small_backbone, longer, range(1), tmp_path, device="cpu"))
+    assert boxes.evaluated(tmp_path, 0, boxes.LEVELS) == []
+    again = evaluate_seed(DATA, tmp_path, 0, plan=longer)
+    assert [r.volume for r in again] != [r.volume for r in first]
+    held = json.loads((tmp_path / "seed_000.json").read_text())
+    assert held["plan"] == longer.facts()
+    assert held["images"] == DATA.digest() == DATA.without_pixels().digest()
 
 
 def test_frozen_backbones_train_together_and_keep_their_features(tmp_path, monkeypatch):
@@ -280,7 +308,9 @@ def test_region_is_drawn_where_it_is():
 
 def command(*arguments, folder):
     line = [sys.executable, "-W", "ignore", "-m", "fullcp", "boxes", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, cwd=folder, check=False, timeout=300)
+    # Without the data sets: with images and weights at hand a command would train for hours.
+    env = {name: value for name, value in os.environ.items() if name != "FULLCP_DATA"}
+    return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=env, check=False, timeout=300)
 
 
 def test_the_tables_of_the_paper_by_one_request(tmp_path, monkeypatch):
@@ -301,9 +331,18 @@ def test_the_tables_of_the_paper_by_one_request(tmp_path, monkeypatch):
 
     ask("write")
     assert said == [f"{name}: nothing is evaluated of it yet" for name in box_tables.FROZEN]
+    with pytest.raises(FileNotFoundError, match="boxes_frozen holds no trained seed: run the training stage first"):
+        ask("evaluate")
     ask("train")
-    ask("evaluate")
+    ask("evaluate", seeds=3)
+    assert said[-1] == "boxes: seeds 2 are not trained, and are left out"
+    # What is written says what was trained, not what the command line says now.
+    short = box_tables.Photographs.plan
+    monkeypatch.setattr(box_tables.Photographs, "plan", lambda self, epochs: replace(FROZEN, recipe=Recipe(epochs=200)))
+    with pytest.raises(ValueError, match="seed 0 trained with epochs=4; name another folder, or ask for the same"):
+        ask("evaluate")
     ask("write")
+    monkeypatch.setattr(box_tables.Photographs, "plan", short)
     rows = {name: read_rows(tmp_path / "results" / f"{name}.csv") for name in box_tables.FROZEN}
     seeds = [
         row for seed in range(2) for row in boxes.evaluated(tmp_path / "runs" / "boxes_frozen", seed, boxes.LEVELS)
@@ -332,6 +371,14 @@ def test_the_tables_of_the_paper_by_one_request(tmp_path, monkeypatch):
             )
     (cost,) = read_rows(tmp_path / "results" / "training.csv", TRAINING_COLUMNS)
     assert (cost["dataset"], cost["networks"], cost["roles"]) == ("boxes_frozen", "6", "full fit-25 fit-50")
+    assert cost["epochs"] == "4"
+    assert {row["seeds"] for row in rows["bbox_frozen"]} == {"0 to 1"}
+    # Seeds with a hole between them are named one by one.
+    ask("all", seeds=4)
+    (tmp_path / "runs" / "boxes_frozen" / "seed_001.safetensors").unlink()
+    ask("write", seeds=4, output=tmp_path / "holes")
+    (first, *_) = read_rows(tmp_path / "holes" / "bbox_frozen.csv")
+    assert (first["repeats"], first["seeds"], first["command"][-9:]) == ("3", "0, 2, 3", "--seeds 4")
     with pytest.raises(ValueError, match="methods: tables of boxes"):
         ask("write", methods=("SCP",))
 
@@ -358,6 +405,20 @@ def test_command(tmp_path):
     with open(tmp_path / "boxes_output" / "boxes.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 3 * len(KINDS)
+    plan = (tmp_path / "boxes_output" / "plan.json").read_text()
+    other = ("--drawn", "90", "--seeds", "1", "--epochs", "77", "--trunk", "9", "--frozen", "--stage", "evaluate")
+    ran = command(*other, folder=tmp_path)
+    assert ran.returncode == 2
+    assert "epochs=4" in ran.stderr
+    assert "other images" in ran.stderr
+    assert (tmp_path / "boxes_output" / "plan.json").read_text() == plan
+    ran = command("--images", "nothing", "--stage", "evaluate", folder=tmp_path)  # weights are not asked for
+    assert ran.returncode == 2
+    assert "folder has no images in it" in ran.stderr
+    ran = command(*options, "--learning-rate", "1e6", "--output", "diverged", folder=tmp_path)
+    assert ran.returncode == 1
+    assert "diverged in epoch" in ran.stdout
+    assert "Traceback" not in ran.stderr
     ran = command("--output", "nowhere", folder=tmp_path)
     assert ran.returncode == 2
     assert "--weights" in ran.stderr

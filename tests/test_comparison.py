@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from typer.testing import CliRunner
 
 from fullcp import plots
+from fullcp.commands import app
 from fullcp.data import DATASETS
 from fullcp.experiments import claims, comparison, shares
 from fullcp.experiments.comparison import Agreement, Difference, Explanation, Figure
 from fullcp.experiments.results import COLUMNS
 from fullcp.experiments.summary import Mean, is_valid, summarise
+from fullcp.report import write_csv
 
 NAN, INF = float("nan"), float("inf")
 
@@ -103,9 +106,63 @@ def test_explanations_go_by_patterns():
     for explanation in comparison.explanations():
         assert explanation.because
         assert any(
-            explanation.fits(c, explanation.measure if explanation.measure != "*" else "width")
+            explanation.fits(c, measure)
             for c in comparison.compare(comparison.published())
+            for measure in comparison.MEASURES
         ), explanation
+
+
+def test_explanations_name_what_they_are_about():
+    """A pattern for any data set, method or measure would explain what nobody has looked at."""
+    for explanation in comparison.explanations():
+        for pattern in (explanation.dataset, explanation.method, explanation.measure):
+            assert "*" not in pattern, explanation
+    known = [Explanation("main|extra", "yacht|bike", "ACP-GN", "", "90|95", "width|coverage", "several")]
+    near, far = comparison.compare([row(), row(level="99")])
+    assert comparison.explain(near, "width", known) == comparison.explain(near, "coverage", known) == "several"
+    assert comparison.explain(far, "width", known) == ""
+
+
+def test_networks_of_other_epochs_are_not_compared():
+    short = row(size="9", command="fullcp reproduce --table main --datasets yacht --epochs 120 --seeds 1")
+    toy, whole = comparison.compare([short, row(level="95", command="fullcp reproduce --table main --seeds 10")])
+    assert toy.paper is None
+    assert whole.paper is not None
+    assert comparison.differing([toy]) == []
+    assert comparison.other_epochs(short) == 120
+    assert comparison.other_epochs(row()) is None
+
+
+def test_seconds_of_evaluation_by_hand():
+    rows = [row(level=level, seconds="0.5", folds="100") for level in ("90", "95", "99")]  # evaluated together
+    rows += [row("SCP", seconds="0.25", folds="10"), row("SCP", dataset="bike", seconds="3", folds="2")]
+    assert comparison.evaluation_seconds(rows) == 50 + 2.5 + 6
+
+
+def test_the_comparison_as_it_is_printed(tmp_path):
+    toy = "fullcp reproduce --table main --datasets energy --epochs 120 --seeds 1"
+    rows = [
+        row(size="1.6", coverage="91", valid="yes", seconds="0.5", folds="100", device="cpu + gpu"),
+        row(level="95", size="9", coverage="95", valid="no", seconds="0.5", folds="100", device="cpu + gpu"),
+        row("SCP", dataset="bike", size="100", coverage="90", seconds="1", folds="20", device="gpu"),
+        row(dataset="energy", size="99", coverage="10", valid="no", seconds="1", folds="1", device="gpu", command=toy),
+    ]
+    write_csv(tmp_path / "main.csv", rows)
+    done = CliRunner().invoke(app, ["compare", "--results", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert "main, energy, rows, inputs, trained for 120 epochs: not comparable with the paper" in text
+    assert "valid: ours / the paper's; ok where coverage lies in the band" in text
+    assert "main energy, trained for 120 epochs: not comparable with the paper; left out below" in text
+    assert "width: of 3 figures 1 (33.3%) are within 2" in text
+    assert "validity marks: 2 of 3 are the paper's; the other 1 (ours / the paper's):" in text
+    assert "main yacht ACP-GN 95: x / ok, coverage 95 ±0.5 against 92.56 ±0.68" in text
+    assert "figures that differ: 3, of these 1 explained, 1 looked into, not found, 1 not explained" in text
+    assert (
+        text.index("Explained. The authors") < text.index("Not found. All methods") < text.index("Not explained (1):")
+    )
+    assert "main: evaluation took 71 s, all methods, data sets and folds (cpu + gpu)" in text
+    assert "energy at 90 %" not in text
 
 
 def test_published_figures_are_whole():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import warnings
 import zipfile
 from dataclasses import replace
 
@@ -87,6 +88,37 @@ def test_the_users_folder_comes_first(tmp_path, monkeypatch, cache):
     assert len(load_dataset("yacht")) == ROWS
 
 
+@pytest.mark.parametrize(
+    "content", [gzip.compress(TEXT.encode())[:-30], b"no gzip at all", b"\x1f\x8b\x08" + bytes(40)]
+)
+def test_a_damaged_file_is_named(tmp_path, monkeypatch, cache, content):
+    (tmp_path / "yacht.txt.gz").write_bytes(content)
+    monkeypatch.setenv("FULLCP_DATA", str(tmp_path))
+    offer(monkeypatch)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/yacht\.txt\.gz is damaged \(.*\): delete it, and get it anew$"):
+        load_dataset("yacht")
+    # Downloads that break off are tried elsewhere.
+    (tmp_path / "yacht.txt.gz").rename(tmp_path / "broken")
+    (tmp_path / "whole").write_text(TEXT)
+    if content[:2] == b"\x1f\x8b":
+        offer(monkeypatch, (tmp_path / "broken").as_uri(), (tmp_path / "whole").as_uri())
+        assert len(load_dataset("yacht")) == ROWS
+
+
+def test_other_numbers_in_the_users_folder_are_warned_of(tmp_path, monkeypatch, cache):
+    (tmp_path / "yacht.txt").write_text(TEXT)
+    monkeypatch.setenv("FULLCP_DATA", str(tmp_path))
+    offer(monkeypatch, numbers="0" * 64)
+    with pytest.warns(
+        UserWarning, match=rf"{tmp_path}/yacht\.txt has other numbers than yacht has in the paper's tables"
+    ):
+        table = load_dataset("yacht")
+    offer(monkeypatch, numbers=digest(table))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_dataset("yacht")
+
+
 def test_what_is_not_to_be_had_says_where_to_put_it(tmp_path, monkeypatch, cache):
     missing = (tmp_path / "nowhere").as_uri()
     offer(monkeypatch, missing)
@@ -129,7 +161,7 @@ def frame(**changes):
 
 
 def write(data, path):
-    if path.suffix == ".parquet":
+    if path.suffix.lower() in (".parquet", ".pq"):
         pytest.importorskip("pyarrow")
         data.to_parquet(path)
     else:
@@ -137,7 +169,7 @@ def write(data, path):
     return path
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.txt", "t.parquet"])
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.txt", "T.CSV", "t.TXT.GZ", "t.parquet", "t.PQ"])
 def test_tables_of_any_kind(tmp_path, name):
     table = load_table(write(frame(), tmp_path / name), target="size")
     np.testing.assert_array_equal(table.X, frame()[["rooms", "price"]].to_numpy())
@@ -191,6 +223,120 @@ def test_other_mistakes(tmp_path):
     np.save(tmp_path / "t.npy", np.zeros(5))
     with pytest.raises(ValueError, match=r"must be a matrix .*\(5,\)"):
         load_table(tmp_path / "t.npy")
+
+
+# What pandas would make something else of, without a word
+
+
+def lines(head, row=lambda i: f"{i % 7},{i % 3},{i * i}"):
+    return "\n".join([head, *(row(i) for i in range(20))]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (lines("1,2,3"), r"its first line is numbers \(1, 2, 3\), and must be names"),
+        (lines("size,rooms"), "has 2 names in its first line, and more numbers in the lines below"),
+        (lines("size,rooms,price", lambda i: f"{i % 7},{i % 3},{i},{5 if i else 1}"), "has 3 names in its first line"),
+        (lines("a b", lambda i: f"r{i} {i % 3} {i}"), "has 2 names in its first line"),  # as R writes row names
+        (lines("size,rooms,size"), "it has two columns 'size'"),
+        (lines("size, rooms,rooms"), "it has two columns 'rooms'"),
+        (lines(",rooms,price"), r"no name for column 0, .* leave it out with exclude=\[0\]"),
+        (lines("a;b", lambda i: f"{i},5;{i}"), r"decimal commas in column 'a', row 1: '0,5'. Write points"),
+        ("size,rooms,price\n", r"t\.csv has 0 row\(s\), at least 10 are needed"),
+        ("", r"t\.csv could not be read: it is empty"),
+        ("\n\n", r"t\.csv could not be read: it is empty"),
+    ],
+)
+def test_files_that_pandas_reads_otherwise(tmp_path, text, message):
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_table(path)
+    assert "t.csv" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "head", ["size, rooms, price", "size , rooms , price ", '"size","rooms","price"', "\n\nsize,rooms,price"]
+)
+def test_names_of_columns(tmp_path, head):
+    (tmp_path / "t.csv").write_text(lines(head))
+    table = load_table(tmp_path / "t.csv", target="rooms")
+    assert table.columns == ("size", "price")
+    np.testing.assert_array_equal(table.X[:, 1], np.arange(20.0) ** 2)
+    (tmp_path / "t.csv").write_text("\ufeff" + lines(head.strip()), encoding="utf-8")
+    assert load_table(tmp_path / "t.csv").columns == ("size", "rooms")
+
+
+def test_columns_are_chosen_or_left_out(tmp_path):
+    data = frame(street=[f"road {i}" for i in range(20)])
+    path = write(data, tmp_path / "t.csv")
+    with pytest.raises(ValueError, match=r"text in column 'street', row 1: 'road 0'.*leave it out \(exclude\)"):
+        load_table(path, target="price")
+    for table in (
+        load_table(path, target="price", exclude=["street"]),
+        load_table(path, exclude=[-1]),  # the last of those that are left is the target
+        load_table(path, target=2, columns=["rooms", "size"]),
+    ):
+        assert (table.columns, table.target) == (("size", "rooms"), "price")
+        np.testing.assert_array_equal(np.column_stack([table.X, table.y]), frame().to_numpy())
+    assert load_table(path, target="price", columns=["rooms"]).columns == ("rooms",)
+    matrix = frame().to_numpy()
+    np.save(tmp_path / "m.npy", matrix)
+    np.testing.assert_array_equal(load_table(tmp_path / "m.npy", exclude=[0]).X, matrix[:, 1:2])
+    with pytest.raises(ValueError, match=r"exclude 'lane' is no column of t\.csv: it has size, rooms, price, street"):
+        load_table(path, exclude=["lane"])
+    with pytest.raises(ValueError, match=r"columns 4 is no column of t\.csv, which has 4, from 0"):
+        load_table(path, target="price", columns=[4])
+    with pytest.raises(ValueError, match="exclude has the target 'price' among them"):
+        load_table(path, target="price", exclude=["price", "street"])
+    with pytest.raises(ValueError, match="give one of them"):
+        load_table(path, columns=["size"], exclude=["street"])
+    with pytest.raises(TypeError, match="exclude must be a list of names or numbers, got 'street'"):
+        load_table(path, exclude="street")
+    with pytest.raises(ValueError, match="has one column, the target 'price'"):
+        load_table(path, target="price", columns=[])
+
+
+def test_an_index_is_no_column(tmp_path):
+    pytest.importorskip("pyarrow")
+    frame().set_index("price").to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(ValueError, match=r"t\.parquet has 'price' as the index of its rows, .*reset_index\(\)"):
+        load_table(tmp_path / "t.parquet")
+    frame()[::-1].to_parquet(tmp_path / "t.parquet")  # labels without a name are nothing but labels
+    np.testing.assert_array_equal(load_table(tmp_path / "t.parquet").y, frame()["price"][::-1])
+    (tmp_path / "t.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(ValueError, match=r"t\.parquet could not be read"):
+        load_table(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("name", ["t.csv.gz", "t.npy", "t.npz"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_damaged_files_are_named(tmp_path, name, cut):
+    path = tmp_path / name
+    if name.endswith(".gz"):
+        write(frame(), path)
+    else:
+        (np.save if name == "t.npy" else np.savez)(path, frame().to_numpy())
+    path.write_bytes(path.read_bytes()[:-40] if cut else b"something else")
+    with pytest.raises(ValueError, match=rf"^t\.{name[2:]} (is damaged|could not be read)") as caught:
+        load_table(path)
+    assert "allow_pickle" not in str(caught.value)
+
+
+def test_arrays_of_objects_are_not_opened(tmp_path):
+    np.save(tmp_path / "o.npy", np.array([[1, "two"]], dtype=object), allow_pickle=True)
+    with pytest.raises(
+        ValueError, match=r"o\.npy could not be read: it is damaged, or holds no arrays of numbers"
+    ) as caught:
+        load_table(tmp_path / "o.npy")
+    assert "pickle" not in str(caught.value)
+    (tmp_path / "t.csv").write_bytes(lines("größe,b,c").encode("latin-1"))
+    with pytest.raises(ValueError, match=r"no text in UTF-8"):
+        load_table(tmp_path / "t.csv")
+    (tmp_path / "t.npy.gz").write_bytes(b"1")
+    with pytest.raises(ValueError, match="path must end in"):
+        load_table(tmp_path / "t.npy.gz")
 
 
 # Splits and scaling

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import cases
-from fullcp.training import DivergenceWarning, PinballLoss, mlp, replicate, train, train_ensemble
+from fullcp.training import DivergenceWarning, Schedule, mlp, replicate, train, train_ensemble
 from fullcp.training import checkpoint as checkpoint_module
 from fullcp.training import trainer as trainer_module
 from fullcp.training.build import build_stack
@@ -130,6 +131,71 @@ def test_what_looks_like_a_chain_but_is_none_is_not_taken_for_one():
     assert isinstance(build_stack([nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()], x), Loop)
 
 
+class Constant(nn.Module):
+    """A function and a number among the attributes, neither of them a module."""
+
+    def __init__(self, function=torch.tanh, factor=1.0):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.function, self.factor = function, factor
+
+    def forward(self, x):
+        return self.factor * self.last(self.function(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda odd: nn.Sequential(nn.Linear(3, 4), nn.LeakyReLU(0.9 if odd else 0.01), nn.Linear(4, 1)),
+        lambda odd: Constant(function=torch.relu if odd else torch.tanh),
+        lambda odd: Constant(factor=5.0 if odd else 1.0),
+        lambda odd: Wrapped(nn.Sequential(nn.Linear(3, 4), nn.Softplus(3.0 if odd else 1.0), nn.Linear(4, 1))),
+    ],
+)
+def test_networks_that_differ_in_a_constant_keep_it(make):
+    """The odd one stands in the middle; the others must not pass for it."""
+    models = replicate(lambda: make(False).double(), range(5))
+    models[2:3] = replicate(lambda: make(True).double(), [2])
+    start = copy.deepcopy(models)
+    runs = train_ensemble(models, data(30), epochs=5, batch_size=16)
+    for b, model in enumerate(start):
+        run = train(model, *data(30), epochs=5, batch_size=16, seed=b)
+        np.testing.assert_allclose(runs[b].losses, run.losses, rtol=1e-9)
+        torch.testing.assert_close(flat(model), flat(models[b]), atol=1e-11, rtol=1e-9)
+
+
+def test_rates_of_dropout_are_each_networks_own():
+    """They show in training alone."""
+
+    def make(rates):
+        return [nn.Sequential(nn.Linear(3, 4), nn.Dropout(rate), nn.Linear(4, 1)).double() for rate in rates]
+
+    x = torch.randn(4, 3, dtype=F64)
+    assert isinstance(build_stack(make([0.1, 0.1, 0.1]), x), Functional)
+    stack = build_stack(make([0.001, 1.0, 0.001]), x)
+    stack.gradients(x.expand(3, 4, 3), lambda block, f: torch.ones_like(f))
+    assert [bool((g != 0).sum() > 1) for g in stack.grad] == [True, False, True]  # all but the last bias
+    harmless = [Constant().double() for _ in range(3)]
+    harmless[1].name = "the second"
+    assert isinstance(build_stack(harmless, x), Functional)
+
+
+def test_networks_are_asked_once_however_often_they_are_held():
+    calls = []
+
+    class Counts(nn.Linear):
+        def forward(self, x):
+            calls.append(0)
+            return super().forward(x)
+
+    x = torch.randn(4, 3)
+    build_stack([Counts(3, 1)] * 50, x)
+    assert len(calls) < 10
+    models, calls[:] = [Counts(3, 1) for _ in range(50)], []
+    build_stack([*models, *models], x)
+    assert 50 <= len(calls) < 60
+
+
 @settings(max_examples=25)
 @given(
     counts=st.lists(st.integers(2, 40), min_size=1, max_size=4),
@@ -186,6 +252,31 @@ def test_networks_with_dropout_and_batchnorm_train_together():
         assert model[1].running_mean.abs().sum() > 0
         assert int(model[1].num_batches_tracked) > 0
         assert model.training
+
+
+def loader_of(X, y, **arguments):
+    return DataLoader(TensorDataset(X, y), batch_size=7, **arguments)
+
+
+def test_loaders_are_data_and_validation():
+    pairs = [data(20, seed=b) for b in range(2)]
+    held = [data(15, seed=b + 5) for b in range(2)]
+    recipe = {"epochs": 6, "batch_size": 8}
+    ends = []
+    for wrap in (lambda X, y: (X, y), loader_of):
+        found = []
+        for rows, judged in (
+            ([wrap(*pair) for pair in pairs], [wrap(*pair) for pair in held]),
+            (wrap(*pairs[0]), wrap(*held[0])),
+            ([wrap(*pairs[0]), pairs[1]], wrap(*held[1])),
+        ):
+            models = replicate(lambda: mlp(3, (4,)).double(), range(2))
+            runs = train_ensemble(models, rows, validation=judged, **recipe)
+            found += [run.best for run in runs] + [run.losses[-1] for run in runs]
+        model = mlp(3).double() if not ends else None
+        assert model is None or train(model, loader_of(*pairs[0]), validation=wrap(*held[0]), **recipe).best
+        ends.append(found)
+    np.testing.assert_array_equal(*ends)
 
 
 # The order of the rows
@@ -340,33 +431,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
         train(mlp(3), *pairs[0], checkpoint=tmp_path / "no" / "file")
 
 
-# Losses
-
-
-def test_pinball_loss_is_its_definition_and_its_gradient_autograds():
-    torch.manual_seed(0)
-    loss = PinballLoss([0.05, 0.5, 0.95])
-    f = torch.randn(4, 7, 3, dtype=F64, requires_grad=True)
-    y = torch.randn(4, 7, 1, dtype=F64)
-    tau = torch.tensor([0.05, 0.5, 0.95], dtype=F64)
-    expected = torch.maximum(tau * (y - f), (tau - 1) * (y - f)).mean(2)
-    values, g = loss.gradient(f, y)
-    torch.testing.assert_close(values, expected)
-    torch.testing.assert_close(g, torch.autograd.grad(expected.sum(), f)[0])
-
-
-def test_a_loss_of_ones_own():
-    X, y = data(60)
-    pinball = PinballLoss([0.25, 0.75])
-    ends = []
-    for loss in (pinball, lambda f, y: pinball(f, y)):
-        model = replicate(lambda: mlp(3, (8,), 2).double(), [0])[0]
-        run = train(model, X, y, loss=loss, epochs=100, l2=1e-3)
-        assert run.losses[-1] < run.losses[0]
-        ends.append(flat(model))
-    torch.testing.assert_close(*ends)
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -394,6 +458,20 @@ def test_a_loss_of_ones_own():
         ({"validation": data(9, inputs=2)}, ValueError, r"validation: X has rows of shape \(2,\)"),
         ({"validation": data(9), "l2": "marglik"}, ValueError, "give one of them"),
         ({"tuning": 5}, TypeError, "tuning must be a Schedule"),
+        ({"tuning": Schedule()}, ValueError, "tuning says when l2='marglik' is tuned, and l2 is given"),
+        ({"models": mlp(3)}, TypeError, "models must be a list of torch modules, got one Sequential"),
+        ({"models": [mlp(3), torch.jit.trace(mlp(3), torch.ones(1, 3))]}, TypeError, "model 1 is or holds a torch.jit"),
+        ({"data": [data(9), 5]}, TypeError, r"data\[1\] must be a pair \(X, y\) or a DataLoader"),
+        ({"seed": 2**70}, ValueError, r"seed must be of 64 bits"),
+        ({"seed": [1, 2**63]}, ValueError, r"seed must be of 64 bits"),
+        ({"seed": [1, 2.5]}, TypeError, "seed must hold whole numbers, got 2.5"),
+        ({"seed": True}, TypeError, "seed must be a whole number"),
+        ({"noise": True}, TypeError, "noise must be a positive number"),
+        ({"noise": "1"}, TypeError, "noise must be a positive number"),
+        ({"criterion": "squared"}, ValueError, "criterion needs validation"),
+        ({"validation": data(9), "criterion": "absolute"}, TypeError, "criterion must be 'squared' or a callable"),
+        ({"validation": data(9), "criterion": lambda f, y: f - y}, ValueError, r"criterion returns .* \(2, 3, 1\)"),
+        ({"validation": 5}, TypeError, r"validation must be a pair \(X, y\) or a DataLoader"),
     ],
 )  # fmt: skip
 def test_bad_input(changes, error, words):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullcp.curvature import NotPositiveDefiniteError
-from fullcp.tuning import Gram, Kernels, Repeated, Spectral, WithRest
+from fullcp.tuning import Evidence, Gram, Kernels, Repeated, Spectral, WithRest, posthoc
 
 SIZES = [5, 1, 3]
 
@@ -183,10 +183,31 @@ def test_rows_that_are_not_there_change_nothing():
 
 
 @pytest.mark.parametrize("ask", ["log_det", "determinant", "slope"])
-def test_a_matrix_that_cannot_be_factorised_is_named(ask):
+def test_a_matrix_that_cannot_be_factorised_harms_no_other(ask):
     torch.manual_seed(0)
-    S = (phi := gradients(3, 4, [9])).mT @ phi
-    l2 = torch.tensor([[1.0], [1.0], [1e-30]], dtype=torch.float64)
-    message = r"network 2 \(of 3, from 0\) has no value at l2 = noise\^2 x precision = \[1e-30\]"
+    phi = 1e3 * gradients(3, 4, SIZES)
+    l2 = penalties(3, 3)
+    S = phi.mT @ phi
+    K = torch.stack([P @ P.mT for P in torch.split(phi, SIZES, 2)], 1)
+    bad = l2.clone()
+    bad[1] = 1e-30
+    broken = S.clone()
+    broken[1, 0, 0] = torch.inf
+    for form, at, whole in (
+        (Gram(S, SIZES), bad, Gram(S, SIZES)),
+        (Gram(broken, SIZES), l2, Gram(S, SIZES)),
+        (Kernels(K.index_fill(0, torch.tensor(1), torch.nan), SIZES), l2, Kernels(K, SIZES)),
+    ):
+        results = (getattr(form, ask)(at), getattr(whole, ask)(l2))
+        parts, expected = ([found] if isinstance(found, torch.Tensor) else found for found in results)
+        for found, right in zip(parts, expected):
+            assert not found[1].isfinite().any()
+            assert torch.equal(found[[0, 2]], right[[0, 2]])
+
+
+def test_a_search_without_a_value_says_which_l2_is_to_blame():
+    S = torch.tensor([[1.0, 1.0], [1.0, 1.0 - 1e-9]], dtype=torch.float64)  # by rounding not even semidefinite
+    evidence = Evidence(Gram(1e10 * S[None], [1, 1]), torch.ones(1, 2), torch.ones(1), torch.full((1,), 9.0))
+    message = r"the marginal likelihood has no value at l2 = noise\^2 x precision = \[0.111, 0.111\]: S \+ diag"
     with pytest.raises(NotPositiveDefiniteError, match=message):
-        getattr(Gram(1e6 * S, [9]), ask)(l2)
+        posthoc._maximise(evidence, torch.ones(9, 1, dtype=torch.float64), "layer")

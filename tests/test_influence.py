@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from decimal import Decimal, localcontext
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,6 +75,47 @@ def test_scores_that_do_not_exist_count_for_every_label(score, points):
     A, B, _ = score_lines(score, column(1.0, 1.0, 1.0, 0.0), s, c, h)
     assert torch.equal(A[0].isnan(), torch.tensor([True, False, False, True]))
     assert torch.equal(B[0].isnan(), A[0].isnan())
+
+
+def digits(e, c, s, h):
+    """Studentized changepoints of one row by 60 digits: the signed one, and the ends of the absolute set."""
+    e, c, s, h = (Decimal(float(value)) for value in (e, c, s, h))
+    P = ((1 + h) * s + c * c).sqrt()
+    signed, t = e * (1 + h) / (P + c), c if e >= 0 else -c
+    return [float(x) for x in (signed, -abs(e) * (1 + h) / (P - t), abs(e) * (1 + h) / (P + t))]
+
+
+def test_changepoints_next_to_leverage_one_have_all_their_digits():
+    """P + c is (1 + h) s / (P - c): 1e-12, say, of numbers about 1."""
+    rng = np.random.default_rng(0)
+    n = 400
+    s = 10.0 ** rng.uniform(-16, 0, size=n)
+    h = rng.uniform(0, 3, size=5)
+    c = rng.choice([-1, 1], size=(5, n)) * np.sqrt((1 - s) * h[:, None]) * rng.choice([1.0, 0.9, 1e-3, 1e-9], size=n)
+    e = rng.normal(size=n)
+    e[:20] = 0.0  # never the whole line, however small P - |c| is
+    given = [torch.from_numpy(a) for a in (e, s, c, h)]
+    lower, upper = signed_changepoints("studentized", *given)
+    left, right = absolute_changepoints("studentized", *given)
+    assert torch.equal(lower, upper)
+    with localcontext() as context:
+        context.prec = 60
+        expected = np.array([[digits(e[i], c[j, i], s[i], h[j]) for i in range(n)] for j in range(5)])
+    for k, found in enumerate((lower, left, right)):
+        np.testing.assert_allclose(found, expected[:, :, k], rtol=1e-12)
+
+
+def test_slack_of_no_size_is_the_whole_line_on_the_worse_side():
+    s, c, h = column(0.0, 0.0, -1e-3, -1e-3), column([0.5, -0.5, 0.5, -0.5]), column(1.0)
+    lower, upper = signed_changepoints("studentized", column(1.0, 1.0, 1.0, 1.0), s, c, h)
+    assert lower[0, 1] == lower[0, 3] == -INF
+    assert upper[0, 1] == upper[0, 3] == INF
+    assert lower[0, 0] == 2.0  # e (1 + h) / 2 c
+    left, right = absolute_changepoints("studentized", column(1.0, 1.0, 0.0, 0.0), s, c, h)
+    assert (left[0, 0], right[0, 0]) == (-INF, 2.0)
+    assert (left[0, 1], right[0, 1]) == (-2.0, INF)
+    assert left[0, 2:].isneginf().all()
+    assert right[0, 2:].isposinf().all()
 
 
 class TestBlocks:

@@ -6,6 +6,7 @@ import copy
 import warnings
 from fractions import Fraction
 from math import ceil, floor
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -283,3 +284,126 @@ def test_settings_come_back_as_they_were_given(tmp_path):
     loaded = fullcp.CVPlusRegressor.load(tmp_path / "cv", model)
     assert list(loaded.learning_rate) == [0.02, 0.01]
     assert loaded.l2 == [0.1, 0.2, 0.3, 0.4]
+
+
+@pytest.mark.parametrize("memory", ["1GB", "1MB"])  # in 1 MB, gradients are computed again where they are needed
+@pytest.mark.parametrize(("curvature", "outputs"), [("full", 1), ("low_rank", 1), ("last_layer", 1), ("last_layer", 3)])
+def test_the_pruned_engine_has_the_same_ends(curvature, outputs, memory):
+    """Intervals and p-values from few rows are those of all models without a row, infinite ends too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs))
+    X = torch.randn(900, 3)
+    X[::90] *= 30  # leverages next to 1
+    y = X[:, :1] + (1 + X[:, :1].abs()) * torch.randn(900, outputs)
+    y[100:120] = model(X[100:120]).detach()  # residuals of 0, but for rounding
+    X_new = torch.cat([torch.randn(150, 3), 20 * torch.randn(10, 3)])
+    y_new = X_new[:, :1] + 2 * torch.randn(160, outputs)
+    cp = fullcp.JackknifePlusRegressor(model, curvature, l2=0.1, memory=memory).conformalize(X, y)
+    assert cp._engine.pruned is not None
+    levels = [0.5, 0.9, 0.99, 0.9995]  # the last is infinite with 900 rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fullcp.InfiniteIntervalWarning)
+        found, p = cp.predict_interval(X_new, levels).intervals, cp.p_value(X_new, y_new)
+        whole = cp.p_value(X_new, cp.predict(X_new))
+        with patch.object(cp._engine, "pruned", None):
+            torch.testing.assert_close(
+                found, cp.predict_interval(X_new, levels).intervals, rtol=1e-6 if memory == "1MB" else 1e-9, atol=1e-9
+            )
+            torch.testing.assert_close(p, cp.p_value(X_new, y_new), rtol=0, atol=1e-9 if memory == "1GB" else 2 / 901)
+            assert torch.equal(whole, cp.p_value(X_new, cp.predict(X_new)))
+    assert found[:, 0, -1].isneginf().all()
+    assert found[:, 1, -1].isposinf().all()
+    assert found[:, :, :-1].isfinite().all()
+
+
+def test_rows_without_a_model_are_not_left_to_the_engine():
+    """Approximate curvature with leverages of 1 and more: full conformal prediction counts such rows otherwise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    X, y = torch.randn(600, 3), torch.randn(600)
+    X[:40] *= 10
+    cp = fullcp.JackknifePlusRegressor(model, "kfac", l2=1e-4)
+    with pytest.warns(fullcp.MissingScoreWarning):
+        cp.conformalize(X, y)
+    assert cp._engine.pruned is None
+
+
+def refit(X, y, l2):
+    """Weights and bias of the ridge regression on rows X (n, I) with outputs y (n, O), bias penalised too."""
+    Z = torch.cat([X, torch.ones(len(X), 1, dtype=X.dtype)], 1)
+    H = Z.T @ Z + l2 * torch.eye(Z.shape[1], dtype=X.dtype)
+    return torch.linalg.solve(H, Z.T @ y), H, Z
+
+
+def leverage(H, X):
+    Z = torch.cat([X, torch.ones(len(X), 1, dtype=X.dtype)], 1)
+    return (Z @ torch.linalg.inv(H) * Z).sum(1)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("scales", [None, [0.5, 2.0]])
+def test_joint_rectangles_hold_what_enough_models_hold(normalized, scales):
+    """Every model without a row refitted; a label counts where the largest of its scaled residuals is no larger."""
+    torch.manual_seed(0)
+    N, l2, level = 30, 0.7, 0.8
+    X, X_new = torch.randn(N, 3, dtype=torch.float64), 2 * torch.randn(6, 3, dtype=torch.float64)
+    y = X[:, :2] + torch.randn(N, 2, dtype=torch.float64) * torch.tensor([0.3, 1.5])
+    model = nn.Linear(3, 2).double()
+    W, _, _ = refit(X, y, l2)
+    with torch.no_grad():
+        model.weight.copy_(W[:3].T)
+        model.bias.copy_(W[3])
+    cp = fullcp.JackknifePlusRegressor(model, normalized=normalized, l2=l2).conformalize(X, y)
+    found = cp.predict_interval(X_new, level, joint="max", scales=scales).intervals[:, :, 0]  # (6, 2, 2)
+    unit = torch.tensor(scales or [1.0, 1.0], dtype=torch.float64)
+    low, high = [], []
+    for i in range(N):
+        keep = torch.arange(N) != i
+        W, H, _ = refit(X[keep], y[keep], l2)
+        spread = (1 + leverage(H, X_new)).sqrt() if normalized else torch.ones(6, dtype=torch.float64)
+        own = (1 + leverage(H, X[i : i + 1])).sqrt() if normalized else 1.0
+        T = ((y[i] - X[i] @ W[:3] - W[3]).abs() / own / unit).max()
+        f = X_new @ W[:3] + W[3]
+        low.append(f - T * unit * spread.unsqueeze(1))
+        high.append(f + T * unit * spread.unsqueeze(1))
+    low, high = torch.stack(low), torch.stack(high)  # (N, 6, 2)
+    few = 6  # floor(0.2 * 31)
+    torch.testing.assert_close(found[:, 0], low.sort(0).values[few - 1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[:, 1], high.sort(0).values[N - few], rtol=1e-9, atol=1e-9)
+    labels = X_new[:, :2] + 3 * torch.randn(500, 6, 2, dtype=torch.float64)
+    held = ((labels.unsqueeze(1) >= low) & (labels.unsqueeze(1) <= high)).all(3).sum(1) >= few  # (500, 6)
+    inside = ((labels >= found[:, 0]) & (labels <= found[:, 1])).all(2)
+    assert 0.1 < held.double().mean() < 0.9
+    assert not (held & ~inside).any()
+    p = torch.stack([cp.p_value(X_new, label, joint="max", scales=scales) for label in labels])
+    assert torch.equal(p > 1 - level, inside)
+
+
+def test_joint_rectangles_of_cv_plus():
+    """The order statistics of the folds' networks, and joint coverage that is about the level, unlike one by one."""
+    torch.manual_seed(1)
+    X, X_new = torch.randn(200, 3), torch.randn(2000, 3)
+    noise = [torch.randn(n, 2) * torch.tensor([0.5, 1.0]) for n in (200, 2000)]
+    y, y_new = X[:, :2] + noise[0], X_new[:, :2] + noise[1]
+    cp = fullcp.CVPlusRegressor(nn.Linear(3, 2), folds=4, l2=1.0, epochs=150).conformalize(X, y)
+    found = cp.predict_interval(X_new, 0.8, joint="max", scales=[0.5, 1.0])
+    scores = torch.empty(200, 2, dtype=torch.float64)
+    low = torch.empty(200, 2000, 2, dtype=torch.float64)
+    high = torch.empty_like(low)
+    unit = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    for k, fold in enumerate(cp._folds):
+        own = torch.from_numpy(cp.folds_ == k)
+        f, spread = fold.look(X[own], 10**9)
+        scores[own] = (y[own] - f).abs() / spread
+        T = (scores[own] / unit).amax(1)[:, None, None] * unit
+        f, spread = fold.look(X_new, 10**9)
+        low[own], high[own] = f - T * spread, f + T * spread
+    torch.testing.assert_close(found.lower[:, 0], low.sort(0).values[39], rtol=1e-6, atol=1e-6)  # floor(0.2 * 201)
+    torch.testing.assert_close(found.upper[:, 0], high.sort(0).values[160], rtol=1e-6, atol=1e-6)
+    inside = ((y_new >= found.lower[:, 0]) & (y_new <= found.upper[:, 0])).all(1).double().mean()
+    alone = cp.predict_interval(X_new, 0.8)
+    both = ((y_new >= alone.lower[:, 0]) & (y_new <= alone.upper[:, 0])).all(1).double().mean()
+    assert 0.74 < inside < 0.92
+    assert both < inside - 0.05
+    p = cp.p_value(X_new, y_new, joint="max", scales=[0.5, 1.0])
+    assert torch.equal(p > 0.2, ((y_new >= found.lower[:, 0]) & (y_new <= found.upper[:, 0])).all(1))

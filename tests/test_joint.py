@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import ExitStack
+from fractions import Fraction
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import binom
 from torch import nn
 
 import fullcp
+from fullcp import engine as engine_module
+from fullcp import grouping, pruning
+from fullcp.curvature import Query
+from fullcp.engine import Engine
 from fullcp.evaluation import joint_coverage, volume
+from fullcp.influence import SCORES
 from fullcp.inputs import read_levels
+from fullcp.joint import PrunedScores, full_scores
 from fullcp.regions import absolute_rank
 from reference import dense_jacobian, ridge, ridge_gaps
 
@@ -112,6 +125,124 @@ def test_scores_of_the_rows_by_refits(score, l2):
         r = cp.predict_interval(x, float(level), joint="max", scales=SCALES)
         expected = T[absolute_rank(level, 25) - 1] / np.array(b)
         np.testing.assert_allclose((r.upper - r.lower)[0, 0] / 2, expected, rtol=1e-7)
+
+
+class Independent:
+    """A curvature of outputs that share no parameter, all of whose leverages K (N + m, N + m) are at hand."""
+
+    independent = True
+    selective = True
+
+    def __init__(self, K, N, outputs):
+        self.K, self.N, self.eye, self.asked = K, N, torch.eye(outputs).double(), 0
+
+    def query(self, phi):
+        def cross(rows, points=slice(None)):
+            found = self.K[self.N :, : self.N][:, rows]
+            self.asked += found.shape[1]
+            return found[points][..., None, None].clone()
+
+        V = self.K.diagonal()[self.N :].view(-1, 1, 1).clone()
+        return Query(V * self.eye, lambda *which: cross(*which) * self.eye, Query(V, cross))
+
+
+class Rows:
+    """What the engine asks of training rows."""
+
+    jacobian = None
+
+    def __init__(self, N):
+        self.N, self.size, self.chunk = N, 3, 7
+
+    def slices(self):
+        return [slice(i, min(i + self.chunk, self.N)) for i in range(0, self.N, self.chunk)]
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 60),
+    st.integers(1, 6),
+    st.sampled_from(["plain", "ties", "zeros", "outliers", "approximate"]),
+    st.lists(st.sampled_from(["1/10", "1/2", "8/10", "9/10", "99/100"]), min_size=1, max_size=4),
+    st.integers(1, 9),
+)
+@pytest.mark.parametrize("score", SCORES)
+def test_pruned_rectangles_are_the_dense_ones(score, seed, N, D, kind, levels, group):
+    rng = np.random.default_rng(seed)
+    phi = rng.normal(size=(N + 9, D))
+    if kind == "outliers":
+        phi[:: max(1, N // 3)] *= 1e4  # leverages next to 1
+        phi[N] *= 1e3
+    K = phi @ np.linalg.solve(phi[:N].T @ phi[:N] + 10.0 ** rng.integers(-3, 2) * np.eye(D), phi.T)
+    K = torch.from_numpy(K * (1.7 if kind == "approximate" else 1.0))
+    e = rng.standard_t(2, size=(N, 3))
+    if kind == "ties":
+        e = rng.integers(-1, 2, size=(N, 3)).astype(float)
+    if kind == "zeros":
+        e[rng.random(N) < 0.5] = 0.0
+    e, scales = torch.from_numpy(e), torch.from_numpy(rng.choice([0.1, 1.0, 3.0], size=3))
+    slack = (1 - K.diagonal()[:N]).view(-1, 1, 1) * torch.eye(3)
+    levels = [Fraction(level) for level in levels]
+    curvature, phi = Independent(K, N, 3), torch.empty(9, 3, 3)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(engine_module, "points_within", lambda *arguments: 4096))
+        stack.enter_context(patch.object(engine_module, "_FEWEST_ROWS", 1))
+        stack.enter_context(patch.object(pruning, "_BLOCK", group))
+        stack.enter_context(patch.object(grouping, "_GROUP", {"cpu": group}))
+        stack.enter_context(patch.object(grouping, "_LIKE_LABELS", {"cpu": group}))
+        stack.enter_context(patch.object(grouping, "_LARGEST_SHARE", 2.0))
+        engine = Engine(curvature, Rows(N), e, slack, score=score, residuals="signed", memory=10**8)
+        pruned = full_scores(engine, phi, scales)
+        assert isinstance(pruned, PrunedScores)
+        found = pruned.half_widths(levels)
+        engine.prunes = False
+        dense = full_scores(engine, phi, scales)
+        assert torch.equal(found, dense.half_widths(levels))
+        f = torch.from_numpy(rng.normal(size=(9, 3)))
+        ends = found[:, 0].where(found[:, 0].isfinite(), 0.3)
+        for r in (f.flip(0), 3 * f, torch.zeros_like(f), ends, e[torch.arange(9) % N]):
+            assert torch.equal(pruned.p_values(f, f + r), dense.p_values(f, f + r))
+
+
+def test_rectangles_leave_rows_out():
+    rng = np.random.default_rng(0)
+    N, D = 3000, 5
+    phi = rng.normal(size=(N + 300, D))
+    K = torch.from_numpy(phi @ np.linalg.solve(phi[:N].T @ phi[:N] + np.eye(D), phi.T))
+    e, curvature = torch.from_numpy(rng.standard_t(3, size=(N, 3))), Independent(K, N, 3)
+    slack = (1 - K.diagonal()[:N]).view(-1, 1, 1) * torch.eye(3)
+    with patch.object(engine_module, "points_within", lambda *arguments: 4096):
+        engine = Engine(curvature, Rows(N), e, slack, score="studentized", residuals="signed", memory=10**8)
+    pruned = full_scores(engine, torch.empty(300, 3, 3), torch.ones(3).double())
+    found = pruned.half_widths([Fraction(9, 10), Fraction(99, 100)])
+    assert 0 < curvature.asked < 3 * 0.1 * N  # by three groups
+    curvature.asked = 0
+    f, y = torch.zeros(300, 3).double(), torch.from_numpy(rng.standard_t(3, size=(300, 3)))
+    p = pruned.p_values(f, y)
+    assert 0 < curvature.asked < 10 * 0.3 * N  # by ten groups
+    engine.prunes = False
+    dense = full_scores(engine, torch.empty(300, 3, 3), torch.ones(3).double())
+    assert torch.equal(found, dense.half_widths([Fraction(9, 10), Fraction(99, 100)]))
+    assert torch.equal(p, dense.p_values(f, y))
+
+
+@pytest.mark.parametrize("memory", ["1GB", "1MB"])
+def test_pruned_rectangles_of_networks(memory):
+    """The last layer, scales that change from one call to the next, levels that need infinite ends."""
+    generator = torch.Generator().manual_seed(1)
+    X, y = correlated(1500, generator, outputs=3)
+    X_new, y_new = correlated(150, generator, outputs=3)
+    cp = fullcp.FullConformalRegressor(network(X, y), "last_layer", l2=1.0, memory=memory).conformalize(X, y)
+    for scales in (None, [1.0, 2.0, 0.5], 3.0):
+        options = {"joint": "max", "scales": scales}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fullcp.InfiniteIntervalWarning)
+            found, p = cp.predict_interval(X_new, [0.5, 0.9, 0.9999], **options), cp.p_value(X_new, y_new, **options)
+            with patch.object(cp._engine, "prunes", False):
+                expected = cp.predict_interval(X_new, [0.5, 0.9, 0.9999], **options).intervals
+                torch.testing.assert_close(found.intervals, expected, rtol=1e-9, atol=0)
+                assert torch.equal(p, cp.p_value(X_new, y_new, **options))
 
 
 def split_methods(model, X, y):
@@ -307,8 +438,9 @@ def test_what_cannot_be_ranked_together_is_refused():
         with pytest.raises(ValueError, match=r"joint='max' needs curvature in which outputs share no parameter.*last"):
             call(joint="max")
     la = fullcp.LaplaceRegressor(model, l2=1.0).fit(X, y)
-    with pytest.raises(ValueError, match="joint='max' needs a conformal method, LaplaceRegressor"):
+    with pytest.raises(ValueError, match=r"is for conformal methods.*LaplaceRegressor takes joint='bonferroni'"):
         la.predict_interval(X, joint="max")
+    assert la.predict_interval(X, joint="bonferroni").intervals.isfinite().all()
     cp = fullcp.SplitConformalRegressor(model).conformalize(X, y)
     for scales, error, words in (
         ([1.0, 2.0, 3.0], ValueError, "one number or 2, one an output, got shape"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fullcp
 from fullcp.training import DivergenceWarning, Schedule, grid_search, mlp, online, replicate, train, train_ensemble
@@ -143,6 +144,53 @@ def test_a_network_that_diverges_takes_nobody_with_it():
     assert runs[1].divergence is not None
 
 
+@pytest.mark.parametrize("first", [1, 2])  # from which look on
+def test_a_network_without_a_marginal_likelihood_takes_nobody_with_it(first, monkeypatch):
+    pairs = [data(20, seed=b) for b in range(3)]
+    recipe = {"l2": "marglik", "epochs": 40, "tuning": SCHEDULE}
+    plain = networks(3)
+    expected = train_ensemble(plain, pairs, **recipe)
+    genuine, looks = online.evidence_of_many, []
+
+    def overflows(chunks, *arguments, **settings):
+        looks.append(0)
+        broken = torch.ones(3, 1, 1, 1, dtype=F64)
+        broken[1] = torch.inf if len(looks) >= first else 1.0
+        return genuine([(phi * broken, e) for phi, e in chunks], *arguments, **settings)
+
+    monkeypatch.setattr(online, "evidence_of_many", overflows)
+    models = networks(3)
+    before = flat(models[1])
+    if first == 1:
+        words = "network 1: the marginal likelihood was not finite once up to epoch 39, step 0"
+        with pytest.warns(DivergenceWarning, match=words):
+            runs = train_ensemble(models, pairs, **recipe)
+        assert runs[1].divergence.what == "the marginal likelihood"
+        assert torch.equal(flat(models[1]), before)
+        with pytest.raises(ValueError, match="training diverged: the validation loss was not finite once"):
+            train(networks(1)[0], *pairs[0], validation=(1e200 * pairs[0][0], 1e200 * pairs[0][1]), epochs=3)
+    else:
+        runs = train_ensemble(models, pairs, **recipe)
+        assert runs[1].best_epoch == 20  # the one look that had a value
+        assert runs[1].divergence is None
+    for b in (0, 2):
+        assert torch.equal(flat(models[b]), flat(plain[b]))
+        np.testing.assert_array_equal(runs[b].l2, expected[b].l2)
+
+
+def test_clean_data_without_noise_end_with_the_best_that_was_seen():
+    """Repeated rows, fitted exactly: in time S + diag(l2) is singular in float64, or the bounds are reached."""
+    X, y = torch.eye(4, dtype=F64).repeat(10, 1), torch.linspace(-1.3, 1.3, 4, dtype=F64).repeat(10)
+    recipe = {"l2": "marglik", "epochs": 5000, "learning_rate": (1e-2, 1e-5)}
+    models = replicate(lambda: mlp(4, (20,)).float(), range(2))
+    other = (torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), y)
+    runs = train_ensemble(models, [(X, y), other], **recipe)
+    for run in runs:
+        assert run.divergence is None
+        assert np.isfinite([run.best, run.noise, *run.l2]).all()
+    assert runs[0].noise < 1e-2
+
+
 def test_modules_that_are_no_chains_are_tuned_too():
     class Wrapped(nn.Module):
         def __init__(self, inner):
@@ -226,11 +274,41 @@ def test_grid_search_is_a_loop_over_the_grid():
         ({"grid": 3}, TypeError, "grid must be numbers"),
         ({"validation": 1.0}, ValueError, "validation must be a share"),
         ({"data": data(1)}, ValueError, "too few to hold out"),
+        ({"validation": True}, TypeError, "validation must be a share of the rows"),
+        ({"validation": data(9)}, TypeError, "validation must be a share of the rows, .* got tuple"),
+        ({"models": []}, ValueError, "models is empty"),
+        ({"models": mlp(2)}, TypeError, "models must be a list"),
+        ({"models": networks(1) * 2}, ValueError, "same module twice"),
+        ({"seed": [1, 2]}, ValueError, "seed has 2 values for 1 networks"),
+        ({"seed": "1"}, TypeError, "seed must be a whole number"),
+        ({"noise": [1.0, 2.0]}, ValueError, "noise has 2 values for 1 networks"),
+        ({"noise": -1.0}, ValueError, "noise must be positive"),
+        ({"epochs": 0}, ValueError, "epochs must be at least 1"),
+        ({"epcohs": 3}, TypeError, r"grid_search\(\) got an unexpected keyword argument 'epcohs'"),
+        ({"l2": 3.0}, TypeError, r"grid_search\(\) got an unexpected keyword argument 'l2'"),
     ],
 )
 def test_bad_grids(changes, error, words):
     with pytest.raises(error, match=words):
-        grid_search(networks(1), **{"data": data(20), "epochs": 2, **changes})
+        grid_search(**{"models": networks(1), "data": data(20), "epochs": 2, **changes})
+
+
+def test_seeds_noise_and_loaders_of_a_grid_search():
+    pairs = [data(n, seed=n) for n in (40, 33)]
+    grid, models = [1.0, 100.0], networks(2)
+    recipe = {"epochs": 20, "batch_size": 16}
+    expected = grid_search(models, pairs, grid, seed=[3, 4], noise=[0.5, 2.0], **recipe)
+    loaders = [DataLoader(TensorDataset(*pair), batch_size=9) for pair in pairs]
+    for b, model in enumerate(models):  # each alone: the noise is that of its network, for all values of the grid
+        (alone,) = grid_search([model], pairs[b], grid, seed=np.int64(3 + b), noise=[0.5, 2.0][b], **recipe)
+        np.testing.assert_allclose(alone.losses, expected[b].losses, rtol=1e-9)
+    for seed in (np.int64(3), np.array([3, 4]), torch.tensor([3, 4])):
+        found = grid_search(models, loaders, grid, seed=seed, noise=np.array([0.5, 2.0]), **recipe)
+        assert [search.losses for search in found] == [search.losses for search in expected]
+    shared = grid_search(models, loaders[0], grid, seed=-5, **recipe)
+    assert [search.losses for search in shared] == [
+        search.losses for search in grid_search(models, pairs[0], grid, seed=[-5, -4], **recipe)
+    ]
 
 
 def test_a_grid_that_diverges_throughout_is_refused():

@@ -66,6 +66,29 @@ def test_kinds_of_images(folder, mode):
     assert image[:, :5].float().mean() < 10
 
 
+def test_images_of_sixteen_bits_are_not_all_white(folder):
+    ramp = np.linspace(0, 65535, 40 * 80).astype(np.uint16).reshape(80, 40)
+    picture = folder / "images" / "Abyssinian_1.jpg"
+    Image.fromarray(ramp).save(picture, "PNG")
+    image = load_pets(folder, size=40).images[0].float()
+    assert image.mean() == pytest.approx(127.5, abs=2)
+    assert image[:, 0].mean() < 5
+    assert image[:, -1].mean() > 250
+    Image.fromarray(ramp.astype(np.float32)).save(picture, "TIFF")
+    with pytest.raises(ValueError, match=r"cannot be read: .*Abyssinian_1.jpg \(pixels are of Pillow's mode F"):
+        load_pets(folder, size=40)
+
+
+def test_boxes_of_images_of_another_size(folder):
+    text = XML.format(w=41, h=80, objects=OBJECT.format(10, 20, 30, 60))
+    (folder / "annotations" / "xmls" / "beagle_2.xml").write_text(text)
+    message = r"the image has 40 x 80 pixels, and its XML file says 41 x 80: .*beagle_2.jpg"
+    with pytest.raises(ValueError, match=message):
+        load_pets(folder, size=32)
+    with pytest.raises(ValueError, match=message):
+        pack_pets(folder, folder / "packed", size=32)
+
+
 def test_the_first_of_two_objects_counts(folder):
     write(folder, "beagle_2", box=(4, 8, 8, 16), more=[(10, 20, 30, 60)])
     torch.testing.assert_close(load_pets(folder, size=32).boxes[1], torch.tensor([0.1, 0.1, 0.2, 0.2]))

@@ -16,7 +16,7 @@ from torch import nn
 
 import fullcp
 from fullcp import engine as engine_module
-from fullcp import pruning
+from fullcp import grouping, pruning
 from fullcp.curvature.base import EVERY, Query
 from fullcp.engine import Engine
 from fullcp.features.recent import RecentRows
@@ -104,15 +104,16 @@ def engines(K, e, score, residuals):
     st.integers(1, 9),
     st.integers(1, 9),
     st.booleans(),
+    st.sampled_from([0, 1, 10]),
 )
 @pytest.mark.parametrize("residuals", RESIDUALS)
 @pytest.mark.parametrize("score", SCORES)
-def test_pruned_equals_dense(score, residuals, seed, N, D, kind, tail, levels, block, group, at_once):
+def test_pruned_equals_dense(score, residuals, seed, N, D, kind, tail, levels, block, group, at_once, overhead):
     K, e = made(seed, N, D, kind, tail)
     with ExitStack() as stack:
         stack.enter_context(patch.object(pruning, "_BLOCK", block))
-        stack.enter_context(patch.object(engine_module, "_GROUP", {"cpu": group}))
-        stack.enter_context(patch.object(engine_module, "_LARGEST_SHARE", 2.0))
+        stack.enter_context(patch.object(grouping, "_GROUP", {"cpu": group}))
+        stack.enter_context(patch.object(grouping, "_LARGEST_SHARE", 2.0))
         if at_once:  # as on a GPU
             stack.enter_context(patch.object(pruning.SortedRows, "windows", pruning.SortedRows.windows_at_once))
         dense, pruned = engines(K, e, score, residuals)
@@ -120,7 +121,8 @@ def test_pruned_equals_dense(score, residuals, seed, N, D, kind, tail, levels, b
         expected = dense.intervals(phi, levels)
         assert torch.equal(pruned.intervals(phi, levels), expected)
         assert pruned.sets(phi, levels[0]) == dense.sets(phi, levels[0])
-        stack.enter_context(patch.object(engine_module, "_LIKE_LABELS", group))
+        stack.enter_context(patch.object(grouping, "_LIKE_LABELS", {"cpu": group}))
+        stack.enter_context(patch.object(grouping, "_OVERHEAD", {"cpu": overhead}))
         f = torch.from_numpy(np.random.default_rng(seed).normal(size=(9, 1)))
         ends = expected[:, :, 0, 0]
         for r in (f.flip(0), e[torch.arange(9) % N, None], torch.where(ends.isfinite(), ends, 0.3)[:, 1:]):
@@ -146,6 +148,51 @@ def test_rows_are_left_out():
         found = pruned.p_values(phi, f, y)
         assert 0 < pruned.curvature.asked < 10 * 0.3 * N  # by ten groups
         assert torch.equal(found, dense.p_values(phi, f, y))
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6), st.integers(1, 300), st.integers(1, 5), st.integers(1, 8), st.sampled_from(SCORES))
+def test_rows_around_labels(seed, N, g, G, score):
+    """Rows left out are on the side of each label that their own bounds say, and none that may lie on one is."""
+    rng = np.random.default_rng(seed)
+    e, s = rng.normal(size=N).round(1), 1 - rng.uniform(0, 1, size=N) ** rng.integers(1, 8)
+    e, s = torch.from_numpy(e), torch.from_numpy(s)
+    h = torch.from_numpy(10.0 ** rng.uniform(-4, 1, size=(g, 1)) * [1, rng.choice([1, 1.5])])
+    least = torch.from_numpy(np.sort(rng.normal(size=(g, G)).round(1)))
+    most = (least + rng.choice([0, 0.01, 2])).contiguous()
+    for memory in (10**9, 1):
+        with patch.object(pruning, "_BLOCK", int(rng.integers(1, 20))):
+            found = pruning.SortedRows(score, e, s).around(h, least, most, memory)
+        assert len(found) == g
+        for i, around in enumerate(found):
+            low, high = changepoint_bounds(score, (e, e), (s, s), (h[i, :1], h[i, 1:]))
+            below, above = high[:, None] < least[i], low[:, None] > most[i]  # (N, G)
+            out = torch.ones(N, dtype=torch.bool)
+            out[around.rows] = False
+            assert len(around.rows) == (~out).sum()  # none twice
+            assert (below | above)[out].all()
+            assert (below | above).all(1)[around.rows].sum() == 0  # no more than need be
+            before, beyond = around.others(torch.arange(G), N)
+            assert torch.equal(before, (below & out[:, None]).sum(0))
+            assert torch.equal(beyond, (above & out[:, None]).sum(0))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_rows_around_labels_do_not_grow_with_the_rows(signed):
+    """Leverages fall as 1 / N: what lies between the labels of a group grows with N, what they want does not."""
+    rng = np.random.default_rng(0)
+    counts = []
+    for N in (80_000, 320_000):
+        e = torch.from_numpy(rng.standard_t(3, size=N))
+        h_i = torch.from_numpy(rng.gamma(5.0, 0.2, size=N) * 50 / N)  # D = 50
+        sorted_rows = pruning.SortedRows("studentized", e if signed else e.abs(), 1 - h_i)
+        h, z = h_i[:1000], torch.from_numpy(rng.standard_t(3, size=1000))
+        z = z if signed else z.abs()
+        groups = list(grouping.groups_by_label(sorted_rows, h, z - 1e-9, z + 1e-9, 50, 10**9))
+        assert torch.equal(torch.cat([points for points, _ in groups]).sort().values, torch.arange(1000))
+        counts.append(sum(len(points) * len(around.rows) for points, around in groups))
+    assert counts[1] < 1.5 * counts[0]  # products with all rows between the labels would be four times as many
+    assert counts[1] < 0.01 * 1000 * 320_000
 
 
 @settings(max_examples=300)

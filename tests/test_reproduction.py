@@ -137,6 +137,22 @@ def test_rows_say_where_they_come_from(small_yacht):
     assert int(tuned["networks"]) == 6 * len(tuned["roles"].split())
 
 
+def test_what_is_written_is_what_was_trained(small_yacht):
+    ask(small_yacht, stage="train", seeds=3, methods=("LA",))
+    ask(small_yacht, stage="evaluate", seeds=3, methods=("LA",))
+    with pytest.raises(ValueError, match=r"holds networks trained otherwise \(epochs=120\)"):
+        ask(small_yacht, stage="write", seeds=3, methods=("LA",), epochs=None)
+    assert not (small_yacht / "results").exists()
+    # A repeat whose folds are gone is not among the seeds.
+    lines = small_yacht / "run" / "yacht" / "folds.csv"
+    kept = [line for line in lines.read_text().splitlines() if line.split(",")[1:2] != ["1"]]
+    lines.write_text("\n".join(kept) + "\n")
+    ask(small_yacht, stage="write", seeds=3, methods=("LA",))
+    rows = read_rows(small_yacht / "results" / "main.csv")
+    assert {(r["repeats"], r["seeds"]) for r in rows} == {("2", "0, 2")}
+    assert rows[0]["command"].endswith("--seeds 3")
+
+
 def test_nothing_is_written_of_nothing(small_yacht):
     assert ask(small_yacht, stage="write") == ["main: nothing is evaluated of yacht yet"]
     assert not (small_yacht / "results").exists()
@@ -292,6 +308,14 @@ def test_two_real_data_sets_by_the_command(tmp_path):
     assert "yacht" not in done.stdout
 
 
+def test_the_help_lists_what_there_is():
+    done = CliRunner().invoke(app, ["reproduce", "--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"})
+    assert done.exit_code == 0
+    for name in (*DATASETS, *TABLES, "synthetic_fullcp", "bbox_50", "calibration_share", *METHODS, "FCP"):
+        assert name in done.output, name
+    assert "At least 100" in done.output
+
+
 def test_compare_without_results(tmp_path):
     command = [sys.executable, "-m", "fullcp", "compare"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
@@ -317,3 +341,7 @@ def test_the_figure_of_calibration_shares(small_yacht, monkeypatch):
     ]
     done = CliRunner().invoke(app, [*command, "--dataset", "protein"])
     assert done.exit_code == 1
+    assert "has no rows of protein" in done.output
+    done = CliRunner().invoke(app, ["figures", "--results", str(small_yacht / "nowhere"), *command[3:]])
+    assert done.exit_code == 1
+    assert "calibration_share.csv does not exist: run `fullcp reproduce" in done.output

@@ -199,6 +199,8 @@ def test_coverage_is_exact():
         ({"residuals": "both"}, ValueError, "residuals must be one of"),
         ({"start": "cold"}, ValueError, "start must be one of"),
         ({"precision": 0}, ValueError, "precision must be None or a positive number"),
+        ({"precision": True}, TypeError, "precision must be None or a number"),
+        ({"precision": "fine"}, TypeError, "precision must be None or a number"),
         ({"epochs": 0}, ValueError, "epochs must be at least 1"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
         ({"learning_rate": 0.1}, TypeError, "learning_rate must be two numbers"),
@@ -235,6 +237,73 @@ def test_divergence_is_named():
     cp = fullcp.RetrainedFullConformalRegressor(model, l2=1.0, candidates=3, learning_rate=(1e200, 1e200), epochs=5)
     with pytest.raises(ValueError, match="training diverged with the label"):
         cp.conformalize(X, y).predict_interval(points)
+
+
+def test_a_label_that_diverges_costs_no_other(tmp_path, monkeypatch):
+    """The others of its chunk are remembered and in the file; asked again, it alone is trained."""
+    model, X, y, points = problem()
+    labels = torch.tensor([0.0, 1e200, 0.5, 1.0], dtype=F64)
+    trained = []
+    genuine = retraining_module.Retraining._train
+    monkeypatch.setattr(
+        retraining_module.Retraining,
+        "_train",
+        lambda self, x, labels: (trained.append(len(x)), genuine(self, x, labels))[1],
+    )
+    arguments = {"checkpoint": tmp_path / "known", **RECIPE}
+    for expected in ([12], [12, 3]):
+        cp = fullcp.RetrainedFullConformalRegressor(model, candidates=labels, **arguments).conformalize(X, y)
+        with pytest.raises(ValueError, match=r"training diverged with the label 1e\+200 added"):
+            cp.predict_interval(points)
+        assert trained == expected
+    right = fullcp.RetrainedFullConformalRegressor(model, candidates=labels, **RECIPE).conformalize(X, y)
+    for label in (0.0, 0.5, 1.0):
+        assert torch.equal(cp.p_value(points, label), right.p_value(points, label))
+    assert trained == [12, 3, 3, 3, 3]  # by the one without a file
+
+
+def test_a_chunk_is_some_seconds_of_work(monkeypatch):
+    """Progress and the file move with it; never fewer networks than fill a machine, nor more than fit into memory."""
+    model, X, y, _ = problem()  # 15 rows, 21 weights
+
+    def at_once(**changes):
+        cp = fullcp.RetrainedFullConformalRegressor(model, **{"l2": 1.0, "epochs": 1000, **changes})
+        return cp.conformalize(X, y)._retraining._at_once()
+
+    assert at_once() == 512
+    monkeypatch.setattr(retraining_module, "_WORK", 40 * 15 * 21 * 1000)
+    assert at_once() == 40
+    assert at_once(epochs=500) == 80
+    assert at_once(epochs=10**6) == 16
+    assert at_once(memory="1MB") == 40
+    monkeypatch.setattr(retraining_module, "_WORK", 3e9)
+    assert at_once(memory="1MB") < 500
+
+
+def test_an_interruption_within_seconds_is_written_too(tmp_path, monkeypatch):
+    model, X, y, points = problem()
+    monkeypatch.setattr(retraining_module, "_MOST", {"cpu": 5})
+    genuine = retraining_module.Retraining._train
+    trained = []
+
+    def stops(self, x, labels):
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        trained.append(len(x))
+        return genuine(self, x, labels)
+
+    monkeypatch.setattr(retraining_module.Retraining, "_train", stops)
+    arguments = {"candidates": 9, "checkpoint": tmp_path / "known", **RECIPE}
+    for known in (15, 27):
+        cp = fullcp.RetrainedFullConformalRegressor(model, **arguments).conformalize(X, y)
+        if known == 15:
+            with pytest.raises(KeyboardInterrupt):
+                cp.predict_interval(points)
+        else:
+            assert len(cp._retraining._known) == 15
+            trained.clear()
+            cp.predict_interval(points)
+            assert sum(trained) == 12
 
 
 def test_rows_of_one_number_are_recognised():

@@ -10,7 +10,7 @@ import fullcp
 SOURCE = Path(fullcp.__file__).parent
 # Upstream first. A room may import from rooms to its left.
 ROOMS = [
-    ["files", "memory", "progress", "version"],
+    ["files", "memory", "notices", "progress", "version"],
     ["sources"],
     ["inputs"],
     ["features"],
@@ -19,8 +19,10 @@ ROOMS = [
     ["training"],
     ["influence"],
     ["regions"],
-    ["calibration", "candidates", "leave_one_out", "pruning"],
-    ["engine", "joint"],
+    ["calibration", "candidates", "pruning"],
+    ["grouping"],
+    ["engine"],
+    ["joint", "leave_one_out"],
     ["predictors"],
     ["evaluation"],
     ["data"],

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -135,6 +136,17 @@ def test_coverage_with_a_guarantee_is_exactly_binomial():
         covered += int(regressor.p_value(A[:1], b[:1])[0] > 0.2)
     assert len(regressor.calibration_rows_) == 39
     assert binom.ppf(0.0005, 300, 0.8) <= covered <= binom.ppf(0.9995, 300, 0.8)
+
+
+def test_a_guarantee_for_several_targets_is_none_and_says_so():
+    words = r"guarantees nothing here: y has 3 targets.* Fit one estimator for each target, or take fullcp\.Normalized"
+    with pytest.warns(UserWarning, match=words):
+        quick(guarantee=True).fit(X, Y)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        quick(guarantee=True).fit(X, y)
+        quick().fit(X, Y)
+    assert not any("guarantees nothing" in str(warning.message) for warning in seen)
 
 
 def test_what_a_guarantee_cannot_take():

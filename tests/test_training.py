@@ -121,6 +121,15 @@ def test_bad_input(changes, error, words):
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("l2", [1.0, np.ones(4), [1.0] * 4, torch.ones(4), "marglik"])
+def test_only_a_tuned_network_has_a_marginal_likelihood(l2):
+    recipe = {} if isinstance(l2, str) else {"validation": (X[:9], y[:9])}
+    run = train(mlp(4), X, y, l2=l2, epochs=100, **recipe)
+    assert np.isfinite(run.best)
+    assert run.tuned == (isinstance(l2, str))
+    assert run.log_marginal_likelihood == (-run.best if run.tuned else None)
+
+
 def test_divergence_names_epoch_and_rate():
     with pytest.raises(ValueError, match=r"training diverged: .* in epoch \d+, step \d+ \(learning rate .*"):
         train(mlp(4), 1e30 * X, y, epochs=50, learning_rate=(1e9, 1e9))

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from fullcp.influence import RESIDUALS
 from fullcp.inputs import check_choice, check_positive_int, read_levels
+from fullcp.notices import warn
 from fullcp.regions import rows_needed
 
 _EXCESS = Fraction(1, 2)  # by which the share of labels missed may exceed 1 - level, relative to it,
@@ -19,7 +20,12 @@ def calibration_share(n: int, confidence_level: object = 0.9, *, residuals: str 
     alpha (N + 1)) law where no rank is rounded (exact for split methods, close for the informed split, whose coverage
     on average is exact). The share proposed has the fewest rows for which, at each level 1 - alpha, intervals are
     finite and no more than 1.5 alpha of the labels are missed with probability 95 %: 112
-    rows for 90 %, 240 for 95 %, 1,263 for 99 %. It is one half at the most.
+    rows for 90 %, 240 for 95 %, 1,263 for 99 %. It is one half at the most, and a warning says so where half of the
+    rows are too few for finite intervals.
+
+    The proposal keeps coverage near its level for the one set of calibration rows that you have. On average over such
+    sets coverage is the level whatever the share, and with few rows in all a smaller share often has the narrower
+    intervals, since more rows are left to train on.
 
     Parameters
     ----------
@@ -42,8 +48,15 @@ def calibration_share(n: int, confidence_level: object = 0.9, *, residuals: str 
     """
     n = check_positive_int("n", n, least=4)
     check_choice("residuals", residuals, RESIDUALS)
-    needed = max(_rows_for(level, residuals, n // 2) for level in read_levels(confidence_level))
-    return needed / n
+    levels = read_levels(confidence_level)
+    for level in levels:
+        if n // 2 < rows_needed(level, residuals):
+            warn(
+                f"n = {n} rows are too few for confidence_level {float(level):.6g}: half of them, {n // 2}, would "
+                f"calibrate, and finite intervals need {rows_needed(level, residuals)}",
+                UserWarning,
+            )
+    return max(_rows_for(level, residuals, n // 2) for level in levels) / n
 
 
 def _rows_for(level: Fraction, residuals: str, most: int) -> int:

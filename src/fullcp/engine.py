@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fullcp.curvature import Curvature, Query, points_within
 from fullcp.features import FeatureRows
+from fullcp.grouping import groups_by_label, groups_by_rank
 from fullcp.influence import absolute_changepoints, score_lines, signed_changepoints, signed_changepoints_blocks
 from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
-from fullcp.pruning import SortedRows, Window
+from fullcp.pruning import SortedRows, Surroundings, Window
 from fullcp.regions import (
     Interval,
     absolute_p_values,
@@ -28,11 +29,7 @@ from fullcp.regions import (
 
 Ranks = list[tuple[int, int]]
 
-# Test points at a time: of like leverage, so that one window serves them, and enough for products at full speed.
-_GROUP = {"cpu": 128, "cuda": 512}
-_LIKE_LEVERAGES, _LIKE_LABELS = 1024, 32  # for p-values: points of like leverage, and of these some with near labels
 _FEWEST_ROWS = 256  # below, bounds take longer than the products they spare
-_LARGEST_SHARE = 0.5  # of the rows: above, all of them in their order are had faster than those that remain
 _IN_FLIGHT = 6  # arrays of test x train numbers at a time
 
 
@@ -71,6 +68,7 @@ class Engine:
         self.each = O == 1 or curvature.independent  # whether an output is the case of one output
         self.prunes = self.each and curvature.selective and _FEWEST_ROWS <= N
         self._sorted: dict[int, SortedRows] = {}
+        self._sorted_by: tuple[object, SortedRows] | None = None
         self.points = points_within(curvature, features.jacobian, memory // 8)
         if not self.prunes:
             in_flight = 12 * 8 * min(features.chunk, N) * O * O  # the arrays of one chunk of training rows
@@ -79,7 +77,7 @@ class Engine:
 
     def intervals(self, phi: Tensor, levels: list[Fraction]) -> Tensor:
         """Ends of the intervals of m test points phi (m, O, D) relative to the predictions: (m, 2, L, O)."""
-        query = self._query(phi)
+        query = self.query(phi)
         if query.of_one is None:
             return torch.stack([signed_intervals(low, up, levels) for low, up in self._coupled(query)], dim=3)
         hulls = [self._hulls(o, query.of_one, self._ranks(levels)) for o in range(self.e.shape[1])]
@@ -90,7 +88,7 @@ class Engine:
         if self.residuals == "signed":
             ends = self.intervals(phi, [level])[:, :, 0]  # (m, 2, O)
             return [[[(low, high)] for low, high in point.T.tolist()] for point in ends]
-        query = self._query(phi).of_one
+        query = self.query(phi).of_one
         assert query is not None
         found = []
         for o in range(self.e.shape[1]):
@@ -101,29 +99,30 @@ class Engine:
 
     def p_values(self, phi: Tensor, f: Tensor, y: Tensor) -> Tensor:
         """Conformal p-values of labels y (m, O) where f (m, O) is predicted: (m, O)."""
-        query = self._query(phi)
+        query = self.query(phi)
         value = absolute_p_values if self.residuals == "absolute" else signed_p_values
         if query.of_one is None:
             pairs = self._coupled(query)
             return torch.stack([value(low, up, f[:, o], y[:, o]) for o, (low, up) in enumerate(pairs)], dim=1)
         p = torch.empty_like(y)
         for o in range(y.shape[1]):
-            for points, window in self._windows_of_labels(o, query.of_one.leverage[:, 0, 0], f[:, o], y[:, o]):
-                rows = None if window is None else window.rows
-                below = 0 if window is None else window.below[0]
-                others = (0, 0) if rows is None else (below, len(self.e) - len(rows) - below)
-                for some in self._parts(points, len(self.e) if rows is None else len(rows)):
-                    ends = self._changepoints(o, query.of_one, some, rows)
-                    p[some, o] = value(*ends, f[some, o], y[some, o], others)
+            for points, around in self._surroundings(o, query.of_one.leverage[:, 0, 0], f[:, o], y[:, o]):
+                rows = None if around is None else around.rows
+                for some in self.parts(torch.arange(len(points), device=points.device), rows):
+                    at = points[some]
+                    ends = self._changepoints(o, query.of_one, at, rows)
+                    others = (0, 0) if around is None else around.others(some, len(self.e))
+                    p[at, o] = value(*ends, f[at, o], y[at, o], others)
         return p
 
     def score_lines(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A, B (m, N) and b (m,) of one output, see `influence.score_lines`."""
-        query = self._query(phi)
-        c = self._cross(query, slice(None), None)
+        query = self.query(phi)
+        c = self.cross(query, slice(None), None)
         return score_lines(self.score, self.e[:, 0], self.slack[:, 0, 0], c, query.leverage[:, 0, 0])
 
-    def _query(self, phi: Tensor) -> Query:
+    def query(self, phi: Tensor) -> Query:
+        """Leverages and cross leverages of m test points phi (m, O, D)."""
         query = self.curvature.query(phi)
         check_all_finite(None, {"leverages": query.leverage})
         return query
@@ -135,8 +134,9 @@ class Engine:
         h = query.leverage[:, 0, 0]
         ends, rays = h.new_empty(len(h), 2, len(ranks)), torch.zeros_like(h, dtype=torch.bool)
         for points, window in self._windows(o, h, ranks):
-            for some in self._parts(points, len(self.e) if window is None else len(window.rows)):
-                lower, upper = self._changepoints(o, query, some, None if window is None else window.rows)
+            rows = None if window is None else window.rows
+            for some in self.parts(points, rows):
+                lower, upper = self._changepoints(o, query, some, rows)
                 if self.residuals == "absolute":
                     rays[some] = (lower > upper).any(1)
                 ends[some] = two_sided(lower, upper, *self._places(ranks, window))
@@ -147,31 +147,19 @@ class Engine:
 
     def _windows(self, o: int, h: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Window | None]]:
         """Groups of test points of leverages h (m,), each with the rows that can matter to them; None is all rows."""
-        N = len(self.e)
         wanted = self._wanted(ranks)
         if not self.prunes or not wanted:
-            yield torch.arange(len(h), device=h.device), None
-            return
-        order = torch.split(h.argsort(), _GROUP.get(h.device.type, _GROUP["cpu"]))
-        leverages = torch.stack([h[torch.stack([group[0], group[-1]])] for group in order]).tolist()
-        windows = self._sorted_rows(o).windows([(low, high) for low, high in leverages], wanted, self.memory // 8)
-        for group, window in zip(order, windows, strict=True):
-            yield group, None if len(window.rows) > _LARGEST_SHARE * N else window
+            return iter([(torch.arange(len(h), device=h.device), None)])
+        return groups_by_rank(self._sorted_rows(o), h, wanted, self.memory // 8)
 
-    def _windows_of_labels(self, o: int, h: Tensor, f: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Window | None]]:
+    def _surroundings(self, o: int, h: Tensor, f: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Surroundings | None]]:
         """Groups of test points with labels near each other, each with the rows whose side of them is not certain."""
-        every = torch.arange(len(h), device=h.device)
-        if not self.prunes:
-            yield every, None
-            return
+        if not self.prunes or len(h) == 0:
+            return iter([(torch.arange(len(h), device=h.device), None)])
         r = (y - f).abs() if self.residuals == "absolute" else y - f
         z, room = r / (1 + h), 2 * rounding_room(f, y) / (1 + h)
-        for alike in torch.split(h.argsort(), _LIKE_LEVERAGES):
-            for group in torch.split(alike[z[alike].argsort()], _LIKE_LABELS):
-                ends = [h[group].min(), h[group].max(), (z - room)[group].min(), (z + room)[group].max()]
-                low, high, least, most = torch.stack(ends).tolist()
-                window = self._sorted_rows(o).around((low, high), (least, most))
-                yield group, None if len(window.rows) > _LARGEST_SHARE * len(self.e) else window
+        rows, width = self._sorted_rows(o), self.features.size
+        return groups_by_label(rows, h, z - room, z + room, width, self.memory // 8)
 
     def _sorted_rows(self, o: int) -> SortedRows:
         if o not in self._sorted:
@@ -179,10 +167,17 @@ class Engine:
             self._sorted[o] = SortedRows(self.score, e, self.slack[:, o, o])
         return self._sorted[o]
 
+    def sorted_by(self, key: object, sizes: Callable[[], Tensor]) -> SortedRows:
+        """Rows in the order of other sizes of residuals (N,), kept for the next time that the key is the same."""
+        kept = self._sorted_by
+        if kept is None or kept[0] != key:
+            kept = self._sorted_by = (key, SortedRows(self.score, sizes(), self.slack[:, 0, 0]))
+        return kept[1]
+
     def _swept(self, o: int, query: Query, points: Tensor, ranks: Ranks) -> dict[int, list[list[Interval]]]:
         """The exact sets of points to which some row contributes two rays: no order statistic has their ends."""
         found = {}
-        for some in self._parts(points, len(self.e)):
+        for some in self.parts(points, None):
             changepoints = zip(*self._changepoints(o, query, some), strict=True)
             for i, (left, right) in zip(some.tolist(), changepoints, strict=True):
                 found[i] = sweep(left, right, [low for low, _ in ranks])
@@ -210,20 +205,21 @@ class Engine:
         high = [inside[k] for k in high]
         return [S + 1 - k for k in high] if self.residuals == "absolute" else [inside[k] for k in low], high
 
-    def _parts(self, points: Tensor, rows: int) -> list[Tensor]:
-        """Test points in parts whose arrays of test x train numbers fit the budget."""
+    def parts(self, points: Tensor, rows: Tensor | None) -> list[Tensor]:
+        """Test points in parts whose arrays with some rows (None: all) fit the budget."""
         if len(points) == 0:
             return []
-        return list(torch.split(points, rows_within(self.memory // 4, _IN_FLIGHT * 8 * rows, at_most=4096)))
+        count = len(self.e) if rows is None else len(rows)
+        return list(torch.split(points, rows_within(self.memory // 4, _IN_FLIGHT * 8 * count, at_most=4096)))
 
     def _changepoints(self, o: int, query: Query, points: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Both kinds of changepoint of some points and rows (None: all), (m, n) each."""
         ends = absolute_changepoints if self.residuals == "absolute" else signed_changepoints
         e, s = self.e[:, o], self.slack[:, o, o]
         e, s = (e, s) if rows is None else (e[rows], s[rows])
-        return ends(self.score, e, s, self._cross(query, points, rows), query.leverage[points, 0, 0])
+        return ends(self.score, e, s, self.cross(query, points, rows), query.leverage[points, 0, 0])
 
-    def _cross(self, query: Query, points: slice | Tensor, rows: Tensor | None) -> Tensor:
+    def cross(self, query: Query, points: slice | Tensor, rows: Tensor | None) -> Tensor:
         """Cross leverages c (m, n) of some points and rows (None: all)."""
         if rows is not None and len(rows) == 0:  # every row is on a certain side of the labels
             return query.leverage.new_empty(len(query.leverage[points]), 0)

@@ -42,6 +42,7 @@ INF = float("inf")
 # Bounds leave room for rounding: leverages and cross leverages come by different ways, and the former may be those of
 # float32 gradients. (What bounds lose is nothing; where even that is too little, an answer moves by no more than that.)
 _LEEWAY = 1e-6
+_CANCELLING = 0.01  # slack: where it is s, P + c loses a factor of 1 / s of its digits at the most
 
 
 def signed_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +55,7 @@ def signed_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) 
         which contribute the whole line: -inf in `lower`, inf in `upper`.
     """
     P, missing = _pivot(score, s, c, h)
-    d = P.add_(c)
+    d = _sum(score, P, c, s, h, out=P)
     r = (e * (1 + h).unsqueeze(1)).div_(d)
     if missing is None and not _some(d <= 0):
         return r, r
@@ -72,20 +73,25 @@ def absolute_changepoints(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor
         union of two rays, (-inf, right] and [left, inf), and left > right says so. Every S_i contains r = 0.
     """
     P, missing = _pivot(score, s, c, h)
-    return _absolute_ties(e * (1 + h).unsqueeze(1), c, P, missing)
-
-
-def _absolute_ties(g: Tensor, c: Tensor, P: Tensor, missing: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The ends of {r : |g - c r| >= P |r|} for g, c (m, N), and of the whole line where `missing`; g is overwritten."""
+    g = e * (1 + h).unsqueeze(1)
     t = torch.where(g < 0, -c, c)
-    size = g.abs_()
-    whole = (size == 0) & (t.abs() >= P)
-    if missing is not None:
-        whole |= missing
-    left = size / (t - P)  # -|g| / (P - t), but -inf and not nan-signed where P = t
-    left.masked_fill_(t == P, -INF)
-    right = size.div_(t.add_(P))
-    return _with_whole_lines(left, right, whole)
+    minus = _sum(score, P, t, s, h, sign=-1)
+    return _absolute_ties(g.abs_(), _sum(score, P, t, s, h, out=P), minus, e == 0, missing)
+
+
+def _absolute_ties(
+    size: Tensor, plus: Tensor, minus: Tensor, none: Tensor, missing: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The ends -|g| / (P - t) and |g| / (P + t) of {r : |g - c r| >= P |r|}, t = c or -c as g > 0 or < 0, (m, N).
+
+    `none` says which rows have g = 0, (N,); where `missing` it is the whole line. |g| is overwritten.
+    """
+    whole = missing
+    if _some(none):
+        whole = none & ((plus <= 0) | (minus <= 0))
+        whole = whole if missing is None else whole | missing
+    left, right = (size / minus).neg_(), size.div_(plus)
+    return (left, right) if whole is None else _with_whole_lines(left, right, whole)
 
 
 def _pivot(score: str, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -97,6 +103,23 @@ def _pivot(score: str, s: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor 
     if score == "studentized":
         P = (P if missing is None else P.clamp_(min=0)).sqrt_()
     return P, missing if missing is not None and _some(missing) else None
+
+
+def _sum(score: str, P: Tensor, c: Tensor, s: Tensor, h: Tensor, *, sign: int = 1, out: Tensor | None = None) -> Tensor:
+    """P + sign c (m, N), to the last digits where it is a small difference of numbers that are not.
+
+    For studentized scores (P + c) (P - c) = (1 + h) s_i: next to leverage 1, one factor follows from the other. (For
+    deleted ones it is a sum of terms of either sign, and nothing is to be had.)
+    """
+    near = s < _CANCELLING
+    if score != "studentized" or not _some(near):
+        return torch.add(P, c, alpha=sign, out=out)
+    some: slice | Tensor = slice(None) if s.device.type == "cuda" else near.nonzero()[:, 0]
+    other = torch.sub(P[:, some], c[:, some], alpha=sign)
+    found = torch.add(P, c, alpha=sign, out=out)
+    small = (sign * c[:, some] < 0) & near[some]
+    found[:, some] = torch.where(small, s[some] * (1 + h).unsqueeze(1) / other, found[:, some])
+    return found
 
 
 def changepoint_bounds(
@@ -213,8 +236,12 @@ def score_lines(score: str, e: Tensor, s: Tensor, c: Tensor, h: Tensor) -> tuple
     u = {"standard": torch.ones_like(gap), "deleted": gap, "studentized": gap.clamp(min=0).sqrt()}[score]
     if score != "standard":
         u = u.masked_fill(gap <= 0, float("nan"))
-    b = {"standard": 1 / (1 + h), "deleted": torch.ones_like(h), "studentized": (1 + h).rsqrt()}[score]
-    return e / u, c / (u * lift), b
+    return e / u, c / (u * lift), own_weight(score, h)
+
+
+def own_weight(score: str, h: Tensor) -> Tensor:
+    """b, what the new point's own score is as a multiple of |r|, for leverages h of any shape."""
+    return {"standard": 1 / (1 + h), "deleted": torch.ones_like(h), "studentized": (1 + h).rsqrt()}[score]
 
 
 def direct_changepoints(residuals: str, e: Tensor, c: Tensor, h: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -231,7 +258,8 @@ def direct_changepoints(residuals: str, e: Tensor, c: Tensor, h: Tensor) -> list
         slope = s + c
         return [_half_line(e, slope), _half_line(-e, -slope)]
     P = s.abs()
-    return [_absolute_ties(e.expand_as(c).clone(), c, P, P == 0)]
+    t = torch.where(e < 0, -c, c)
+    return [_absolute_ties(e.abs().expand_as(c).clone(), P + t, P - t, e == 0, P == 0)]
 
 
 def _half_line(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ Everything is refused here, with the argument's name, before any long work start
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from decimal import Decimal
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from fullcp.notices import warn
 from fullcp.progress import track
 from fullcp.sources import Collected, Inputs, StoredRows, is_mapped, tensor_of
 
@@ -356,10 +356,9 @@ def _warn_of_dropped(loader: DataLoader[Any], count: int, name: str) -> None:
     if loader.drop_last and isinstance(loader.sampler, Sized):
         total = len(loader.sampler)
         if total > count:
-            warnings.warn(
+            warn(
                 f"{name}: the DataLoader has drop_last=True, so {total - count} of {total} rows are left out",
                 UserWarning,
-                stacklevel=6,
             )
 
 

@@ -14,6 +14,11 @@ Ramdas and Tibshirani, 2021) takes order statistics of the ends
 
 the floor(alpha (N + 1))-th smallest of the lower, the ceil((1 - alpha)(N + 1))-th smallest of the upper ones. Every
 output is a problem of its own, since no model without row i depends on the label that is asked about.
+
+Normalised, the ends of one output, or of one that shares no parameter, are |e_i| (1 + h) / (P_i -+ sign(e_i) c_i) with
+the P_i of studentized scores: the changepoints of absolute residuals (`fullcp.influence`), one on each side of f. So
+are the ranks, and as many ends lie on the label's side of f and beyond it as rows count for it. There the pruned engine
+of full conformal prediction has the same intervals and p-values from few rows.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fullcp.curvature import Curvature, points_within
+from fullcp.engine import Engine
 from fullcp.features import FeatureRows
 from fullcp.inputs import check_all_finite
 from fullcp.memory import rows_within
@@ -38,6 +44,11 @@ def plus_intervals(lower: Tensor, upper: Tensor, levels: list[Fraction]) -> Tens
     ranks = [absolute_rank(level, N) for level in levels]
     low = order_statistics(lower, [N + 1 - k for k in ranks])
     return torch.stack([low, order_statistics(upper, ranks)], dim=1)
+
+
+def joint_sizes(sizes: Tensor, scales: Tensor) -> Tensor:
+    """T_i sigma_o, (N, O), of sizes (N, O) and scales (O,): what every output is given in place of its own size."""
+    return (sizes / scales).amax(1, keepdim=True) * scales
 
 
 def plus_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor) -> Tensor:
@@ -83,19 +94,31 @@ class LeaveOneOut:
             rows_within(memory // 4, 4 * 8 * N * O + 8 * N * O * O + in_flight, at_most=4096),
             points_within(curvature, features.jacobian, memory // 8),
         )
+        self.pruned: Engine | None = None
+        if normalized and (O == 1 or curvature.independent) and not bool(self.missing.any()):
+            engine = Engine(curvature, features, e, slack, score="studentized", residuals="absolute", memory=memory)
+            if engine.prunes:
+                self.pruned, self.points = engine, engine.points
 
-    def intervals(self, phi: Tensor, levels: list[Fraction]) -> Tensor:
-        """Ends of the intervals of m test points phi (m, O, D) relative to the predictions: (m, 2, L, O)."""
-        lower, upper = self._ends(phi)
+    def intervals(self, phi: Tensor, levels: list[Fraction], scales: Tensor | None = None) -> Tensor:
+        """Ends of the intervals of m test points phi (m, O, D) relative to the predictions: (m, 2, L, O).
+
+        With scales (O,) they are joint rectangles.
+        """
+        if self.pruned is not None and scales is None:
+            return self.pruned.intervals(phi, levels)
+        lower, upper = self._ends(phi, scales)
         return torch.stack([plus_intervals(*ends, levels) for ends in zip(lower, upper, strict=True)], dim=3)
 
-    def p_values(self, phi: Tensor, f: Tensor, y: Tensor) -> Tensor:
-        """p-values of labels y (m, O) where f (m, O) is predicted: (m, O)."""
-        lower, upper = self._ends(phi)
+    def p_values(self, phi: Tensor, f: Tensor, y: Tensor, scales: Tensor | None = None) -> Tensor:
+        """p-values of labels y (m, O) where f (m, O) is predicted: (m, O), by the ends of each output."""
+        if self.pruned is not None and scales is None:
+            return self.pruned.p_values(phi, f, y)
+        lower, upper = self._ends(phi, scales)
         columns = zip(lower, upper, f.T, y.T, strict=True)
         return torch.stack([plus_p_values(*column) for column in columns], dim=1)
 
-    def _ends(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+    def _ends(self, phi: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
         """What each of the N models has for its ends, relative to the predictions with all rows: (O, m, N) each."""
         query = self.curvature.query(phi)
         check_all_finite(None, {"leverages": query.leverage})
@@ -103,10 +126,11 @@ class LeaveOneOut:
         lower = phi.new_empty(O, len(phi), N, dtype=torch.float64)
         upper = torch.empty_like(lower)
         own = 1 + query.leverage.diagonal(dim1=1, dim2=2).T  # (O, m)
+        size = self.size if scales is None else joint_sizes(self.size, scales)
         for rows in self.features.slices():
             C = query.cross(rows)  # (m, n, O, O)
             move = torch.einsum("mnop,no->pmn", C, self.q[rows])
-            width = self.size[rows].T.unsqueeze(1)  # (O, 1, n)
+            width = size[rows].T.unsqueeze(1)  # (O, 1, n)
             if self.normalized:
                 more = torch.einsum("mnop,nor,mnrp->pmn", C, self.inverse[rows], C)
                 width = width * more.add_(own.unsqueeze(2)).sqrt_()

@@ -108,6 +108,7 @@ def width_against_share(rows: Any, *, level: float) -> Any:
     for axes, name in zip(panels, sets, strict=False):
         for method, (color, marker) in styles.items():
             found = [row for row in rows if row["dataset"] == name and row["method"] == method]
+            found.sort(key=lambda row: float(row["calibration_share"]))
             share, width, error = (
                 [float(row[key]) for row in found] for key in ("calibration_share", "width", "width_se")
             )

@@ -28,7 +28,7 @@ _ARRAYS = 20  # of test groups x rows at a time
 
 @dataclass(frozen=True)
 class Window:
-    """What remains of N rows for some order statistics, or labels.
+    """What remains of N rows for some order statistics.
 
     Attributes
     ----------
@@ -44,6 +44,27 @@ class Window:
     def ranks(self, ranks: list[int]) -> list[int]:
         """The ranks among the rows that remain."""
         return [k - gone for k, gone in zip(ranks, self.below, strict=True)]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What remains of N rows for some labels.
+
+    Attributes
+    ----------
+    rows : Tensor (S,)
+        Indices of the rows that remain.
+    below : Tensor (G,)
+        How many of the rows left out lie below each label; the others lie above.
+    """
+
+    rows: Tensor
+    below: Tensor
+
+    def others(self, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """How many of `count` rows are left out below some of the labels, by their indices, and how many above."""
+        below = self.below[labels]
+        return below, count - len(self.rows) - below
 
 
 class SortedRows:
@@ -109,10 +130,44 @@ class SortedRows:
 
         return self._window((low, high), thresholds, len(ranks))
 
-    def around(self, leverages: tuple[float, float], labels: tuple[float, float]) -> Window:
-        """The rows whose changepoints r_i / (1 + h) can lie in a range of labels: it is one threshold in `below`."""
-        v, w = (self.e.new_tensor([label]) for label in labels)
-        return self._window(leverages, lambda *_: (v, w), 1)
+    def around(self, leverages: Tensor, least: Tensor, most: Tensor, memory: int) -> list[Surroundings]:
+        """For each of g groups of labels the rows whose changepoints r_i / (1 + h) can lie on one of them.
+
+        All groups are looked at together, blocks and then rows: a round trip or two to a GPU, whatever their number.
+
+        Parameters
+        ----------
+        leverages : Tensor (g, 2)
+            Least and largest of each group.
+        least, most : Tensor (g, G)
+            The G labels of each group, as the ranges that they may be anywhere in, in ascending order both.
+        """
+        h, (g, G) = leverages.unsqueeze(2).unbind(1), least.shape
+        # Of rows left out, those above p labels and below the others, p = 0 to G.
+        left_out = torch.zeros(g, G + 1, dtype=torch.long, device=self.device)
+        remaining = []
+        for part in _parts(g, memory, _ARRAYS * 8 * len(self.starts)):
+            bounds = changepoint_bounds(self.score, self.block_e, self.block_s, (h[0][part], h[1][part]))
+            inside, above = _those_around(*bounds, least[part], most[part])
+            left_out[part].scatter_add_(1, above, self.counts * ~inside)
+            remaining.append(inside.nonzero() + torch.tensor([part.start, 0], device=self.device))
+        groups, blocks = torch.cat(remaining).unbind(1)
+        offset = torch.arange(self.block, device=self.device)
+        sizes, found = torch.zeros(g, dtype=torch.long, device=self.device), [self.order[:0]]
+        for part in _parts(len(groups), memory, _ARRAYS * 8 * self.block):
+            group, block = groups[part], blocks[part]
+            there = offset < self.counts[block].unsqueeze(1)  # (n, block): the last block of a stratum is short
+            rows = (self.starts[block].unsqueeze(1) + offset).clamp_(max=len(self.order) - 1)
+            e, s = self.e[rows], self.s[rows]
+            bounds = changepoint_bounds(self.score, (e, e), (s, s), (h[0][group], h[1][group]))
+            inside, above = _those_around(*bounds, least[group], most[group])
+            at = (above + (G + 1) * group.unsqueeze(1)).flatten()
+            left_out.view(-1).index_add_(0, at, (there & ~inside).flatten().long())
+            inside &= there
+            sizes.index_add_(0, group, inside.sum(1))
+            found.append(self.order[rows[inside]])
+        parts = torch.split(torch.cat(found), sizes.tolist())
+        return [Surroundings(*pair) for pair in zip(parts, left_out.cumsum(1)[:, :-1], strict=True)]
 
     def _window(self, leverages: tuple[float, float], thresholds: Thresholds, count: int) -> Window:
         """What remains between thresholds v and w, (K,), of blocks and then of their rows."""
@@ -130,6 +185,28 @@ class SortedRows:
         inside, gone = _those_between(*bounds, None, *thresholds(*bounds, None, below))
         below += gone
         return Window(self.order[at[inside]], below.tolist())
+
+
+def _parts(count: int, memory: int, bytes_each: int) -> list[slice]:
+    size = rows_within(memory, bytes_each, at_most=max(1, count))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _those_around(low: Tensor, high: Tensor, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries can lie on one of G labels, and how many labels each may lie above, (n, k) both.
+
+    An entry that can lie on none lies above those labels that it may lie above, and below the others.
+
+    Parameters
+    ----------
+    low, high : Tensor (n, k)
+        Bounds of each entry.
+    least, most : Tensor (n, G)
+        Labels, in ascending order.
+    """
+    above = torch.searchsorted(least, high, right=True)
+    highest = most.gather(1, (above - 1).clamp_(min=0))  # of the labels it may lie above, the one to lie on if any
+    return (above > 0) & (low <= highest), above
 
 
 def _those_between(low: Tensor, high: Tensor, counts: Tensor | None, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Interval = tuple[float, float]
+Others = tuple[int, int] | tuple[Tensor, Tensor]
 INF = float("inf")
 _ROUNDING = 1e-11  # of a changepoint, relative to its size: cross leverages are sums of many products
 
@@ -119,23 +120,26 @@ def _runs(member: NDArray[np.bool_], points: NDArray[np.float64]) -> list[Interv
     ]
 
 
-def absolute_p_values(left: Tensor, right: Tensor, f: Tensor, y: Tensor, others: tuple[int, int] = (0, 0)) -> Tensor:
+def absolute_p_values(left: Tensor, right: Tensor, f: Tensor, y: Tensor, others: Others = (0, 0)) -> Tensor:
     """(1 + #{i : y - f in S_i}) / (N + 1) for candidates y (m,): the label belongs to the set where p > alpha.
 
     A label within rounding of an end belongs to the set: the same changepoint from other products differs by that.
-    `others` are rows that are not among the changepoints: how many end before the label, and how many beyond it.
+    `others` are rows that are not among the changepoints: how many end before the label, and how many beyond it, for
+    all labels or for each, (m,).
     """
     f, y, room = _columns_with_room(f, y)
     above, below = f + left <= y + room, y - room <= f + right
     inside = torch.where(left <= right, above & below, above | below)
-    return (1 + others[1] + inside.sum(1)).double() / (left.shape[1] + sum(others) + 1)
+    return (1 + others[1] + inside.sum(1)).double() / (left.shape[1] + others[0] + others[1] + 1)
 
 
-def signed_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor, others: tuple[int, int] = (0, 0)) -> Tensor:
+def signed_p_values(lower: Tensor, upper: Tensor, f: Tensor, y: Tensor, others: Others = (0, 0)) -> Tensor:
     """2 (1 + min(#{r_i <= y - f}, #{r_i >= y - f})) / (N + 1), at most 1, for candidates y (m,)."""
     f, y, room = _columns_with_room(f, y)
     before, beyond = (f + lower <= y + room).sum(1) + others[0], (f + upper >= y - room).sum(1) + others[1]
-    return (2 * (1 + torch.minimum(before, beyond)).double() / (lower.shape[1] + sum(others) + 1)).clamp(max=1.0)
+    return (2 * (1 + torch.minimum(before, beyond)).double() / (lower.shape[1] + others[0] + others[1] + 1)).clamp(
+        max=1.0
+    )
 
 
 def _columns_with_room(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

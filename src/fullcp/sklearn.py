@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from numbers import Integral, Real
 from typing import Any
 
@@ -72,8 +73,9 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
     guarantee : bool
         False: intervals of all rows, with coverage close to the level (`fullcp.FullConformalRegressor`). True: coverage
         of at least the level, for one target, as long as rows are exchangeable
-        (`fullcp.InformedSplitConformalRegressor`). Standardising, training and tuning see the training part alone. A
-        search over settings that sees all rows costs the guarantee: keep rows out of it for the last fit.
+        (`fullcp.InformedSplitConformalRegressor`); of several targets nothing is guaranteed, and `fit` warns.
+        Standardising, training and tuning see the training part alone. A search over settings that sees all rows costs
+        the guarantee: keep rows out of it for the last fit.
     calibration : float in (0, 1), or None
         The share of rows held out with `guarantee=True`, drawn at random. None is what `fullcp.calibration_share`
         proposes for `confidence_level`: give the highest level here that you will ask for.
@@ -166,6 +168,14 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
         outputs = 1 if y.ndim == 1 else y.shape[1]
         if outputs > 1 and self.residuals == "absolute":
             raise ValueError(f"residuals='absolute' needs one target, y has {outputs}: use 'signed' or 'auto'")
+        if self.guarantee and outputs > 1:
+            warnings.warn(
+                f"guarantee=True guarantees nothing here: y has {outputs} targets, and the informed split guarantees "
+                "coverage for one. Fit one estimator for each target, or take fullcp.NormalizedSplitConformalRegressor "
+                "or fullcp.SplitConformalRegressor, which keep it for each of several",
+                UserWarning,
+                stacklevel=2,
+            )
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         rows, held = self._split(len(X), "absolute" if outputs == 1 else "signed", seed)
         x_scaler, y_scaler = Standardizer.of(X[rows]), Standardizer.of(y[rows])
@@ -264,7 +274,8 @@ class FullConformalMLPRegressor(RegressorMixin, BaseEstimator):  # type: ignore[
 
     def _train(self, model: nn.Module, X: Array, y: Array, seed: int) -> Training:
         recipe: dict[str, Any] = {"batch_size": self.batch_size, "learning_rate": self.learning_rate}
-        recipe |= {"epochs": self.max_iter, "tuning": _schedule(self.max_iter)}
+        recipe |= {"epochs": self.max_iter}
+        recipe |= {"tuning": _schedule(self.max_iter)} if isinstance(self.l2, str) else {}
         training = train(model, X, y, l2=self.l2, seed=seed, **recipe)
         # Float32 sums depend on how many rows there are: 2e-6 between a row alone and among others, here 5e-15.
         model.double()

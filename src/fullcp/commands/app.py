@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ from rich.console import Console
 from fullcp.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Full conformal intervals for neural networks.")
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 200)  # tables are not cut off in pipes and files
 
 
 def _version(wanted: bool) -> None:

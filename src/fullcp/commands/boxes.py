@@ -49,35 +49,45 @@ def boxes(
     pictures: Annotated[bool, typer.Option(help="Draw pictures of the first seed.")] = True,
 ) -> None:
     """Regions for the boxes around faces of cats and dogs: seven methods, as in the paper's second experiment."""
-    from fullcp.experiments.box_networks import Plan, train_seeds
+    from fullcp.experiments.box_networks import Plan, train_seeds, training_facts
     from fullcp.experiments.box_views import view_seed
     from fullcp.experiments.boxes import evaluate_seed, summarise
     from fullcp.report import write_csv
-    from fullcp.vision import Recipe
+    from fullcp.vision import DivergedError, Recipe
 
     if stage not in _STAGES:
         raise typer.BadParameter(f"must be one of {', '.join(_STAGES)}, got {stage!r}", param_hint="--stage")
     if output.exists() and not output.is_dir():
         raise typer.BadParameter(f"{output} is a file; a folder is wanted", param_hint="--output")
     try:
-        data, backbone, pool = _drawn(drawn) if drawn else _photographs(images, weights)
         recipe = Recipe(epochs=epochs, learning_rate=learning_rate)
-        plan = Plan(frozen=frozen, recipe=recipe, trunk=(trunk, trunk), dropout=0.0 if drawn else 0.5, pool=pool)
-        if stage != "evaluate":
+        plan = Plan(
+            frozen=frozen,
+            recipe=recipe,
+            trunk=(trunk, trunk),
+            dropout=0.0 if drawn else 0.5,
+            pool=8 if drawn else 7,
+        )
+        trains = stage != "evaluate"  # intervals need no backbone, and so no weights of one
+        data, backbone = _drawn(drawn) if drawn else _photographs(images, weights, trains=trains)
+        if trains:
             for seed in train_seeds(data, backbone, plan, range(seeds), output, device=device):
                 console.print(f"seed {seed} is trained", highlight=False)
         if stage == "train":
             return
         rows = []
         for seed in range(seeds):
-            rows += evaluate_seed(data, output, seed, device=device or _best_device())
+            rows += evaluate_seed(data, output, seed, plan=plan, device=device or _best_device())
         view = view_seed(data, output, 0, device=device or _best_device()) if pictures else None
+    except DivergedError as error:
+        console.print(f"fullcp: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        raise typer.Exit(1) from error
     except (ValueError, OSError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     summary = summarise(rows)
     write_csv(output / "boxes_seeds.csv", [row.as_dict() for row in rows])
     write_csv(output / "boxes.csv", summary)
-    (output / "plan.json").write_text(json.dumps(plan.facts(), indent=2) + "\n")
+    (output / "plan.json").write_text(json.dumps(training_facts(output, 0)["plan"], indent=2) + "\n")
     print_summary(summary)
     if view is not None:
         view.save(output / "view.safetensors")
@@ -116,19 +126,24 @@ def draw(data: BoxImages, view: Any, folder: Path) -> list[Path]:
     return paths
 
 
-def _photographs(images: Path | None, weights: Path | None) -> tuple[BoxImages, Callable[[], nn.Module], int]:
+def _photographs(
+    images: Path | None, weights: Path | None, *, trains: bool
+) -> tuple[BoxImages, Callable[[], nn.Module]]:
     from fullcp.experiments.box_tables import balanced, read_backbone, read_images
+    from fullcp.vision import small_backbone
 
+    if not trains:
+        return read_images(images), small_backbone
     backbone = read_backbone(weights)  # before images are read, which takes longer
     data = read_images(images)
-    return data, balanced(backbone, data, _best_device()), 7
+    return data, balanced(backbone, data, _best_device())
 
 
-def _drawn(count: int) -> tuple[BoxImages, Callable[[], nn.Module], int]:
+def _drawn(count: int) -> tuple[BoxImages, Callable[[], nn.Module]]:
     from fullcp.data import drawn_boxes
     from fullcp.vision import small_backbone
 
-    return drawn_boxes(max(count, 60), size=32), small_backbone, 8
+    return drawn_boxes(max(count, 60), size=32), small_backbone
 
 
 def _best_device() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,9 +55,16 @@ def compare(
     if not summary:
         for pair in dict.fromkeys((cell.key[0], cell.key[1]) for cell in cells):
             _print_table(*pair, [cell for cell in cells if cell.key[:2] == pair])
+        console.print(
+            "diff: ours minus the paper's. valid: ours / the paper's; ok where coverage lies in the band of split "
+            "conformal prediction, x where not.\n",
+            markup=False,
+        )
+    _print_left_out(rows)
     _print_agreement(cells)
     _print_differing(cells)
-    for verdict in claims.check_claims(rows):
+    _print_seconds(rows)
+    for verdict in claims.check_claims([row for row in rows if not comparison.other_epochs(row)]):
         console.print(f"{'holds' if verdict.holds else 'FAILS'}: {verdict.claim} ({verdict.numbers})", markup=False)
 
 
@@ -66,6 +73,7 @@ def _print_table(table: str, dataset: str, cells: Sequence[Cell]) -> None:
 
     first = cells[0].ours
     about = f", {dataset}, {first['n']} rows, {first['inputs']} inputs" if dataset else ""
+    about += _epochs([cell.ours for cell in cells])
     lines = []
     for cell in cells:
         width, coverage = (cell.differences.get(m) for m in ("width", "coverage"))
@@ -81,7 +89,7 @@ def _print_table(table: str, dataset: str, cells: Sequence[Cell]) -> None:
                 _shown(ours["coverage"], ours["coverage_se"], 2),
                 _printed(coverage),
                 _errors(coverage),
-                f"{_MARKS[ours['valid']]} / {_MARKS[cell.paper['valid']] if cell.paper else ''}",
+                _both_marks(cell),
                 f"{float(ours['infinite']):.1%}" if float(ours["infinite"]) else "",
                 ours["repeats"],
             ]
@@ -90,8 +98,39 @@ def _print_table(table: str, dataset: str, cells: Sequence[Cell]) -> None:
     print_table(f"{table}{about}", [*names, "valid", "infinite", "repeats"], lines, console=console)
 
 
+def _epochs(rows: Sequence[Mapping[str, str]]) -> str:
+    """What is to be said of rows whose networks had other epochs than the paper's; nothing where all had those."""
+    from fullcp.experiments.comparison import other_epochs
+
+    epochs = sorted({found for row in rows if (found := other_epochs(row))})
+    some = "" if all(other_epochs(row) for row in rows) else " in part"
+    what = f"{some} trained for {' and '.join(map(str, epochs))} epochs: not comparable with the paper"
+    return f",{what}" if epochs else ""
+
+
+def _print_left_out(rows: Sequence[Mapping[str, str]]) -> None:
+    groups: dict[tuple[str, str], list[Mapping[str, str]]] = {}
+    for row in rows:
+        groups.setdefault((row["table"], row["dataset"]), []).append(row)
+    for (table, dataset), group in groups.items():
+        if _epochs(group):
+            console.print(f"{table} {dataset}".rstrip() + _epochs(group) + "; left out below", markup=False)
+
+
+def _print_seconds(rows: Sequence[Mapping[str, str]]) -> None:
+    from fullcp.experiments.comparison import evaluation_seconds
+
+    for table in dict.fromkeys(row["table"] for row in rows):
+        own = [row for row in rows if row["table"] == table]
+        devices = " + ".join(dict.fromkeys(device for row in own for device in row["device"].split(" + ")))
+        console.print(
+            f"{table}: evaluation took {evaluation_seconds(own):.4g} s, all methods, data sets and folds ({devices})",
+            markup=False,
+        )
+
+
 def _print_agreement(cells: Sequence[Cell]) -> None:
-    from fullcp.experiments.comparison import MEASURES, Agreement
+    from fullcp.experiments.comparison import MEASURES, Agreement, differing_marks, marked
 
     for measure in MEASURES:
         found = Agreement.of([cell.differences[measure] for cell in cells if cell.paper is not None])
@@ -104,26 +143,48 @@ def _print_agreement(cells: Sequence[Cell]) -> None:
             f"{shares[1]} within 4, {shares[2]} {rule}",
             markup=False,
         )
-    marks = [(c.ours["valid"], c.paper["valid"]) for c in cells if c.paper is not None and c.paper["valid"]]
+    marks, others = marked(cells), differing_marks(cells)
     if marks:
-        console.print(f"validity marks: {sum(a == b for a, b in marks)} of {len(marks)} are the paper's", markup=False)
+        console.print(
+            f"validity marks: {len(marks) - len(others)} of {len(marks)} are the paper's"
+            + (f"; the other {len(others)} (ours / the paper's):" if others else ""),
+            markup=False,
+        )
+    for cell in others:
+        d = cell.differences["coverage"]
+        figures = f"coverage {_figure(d.ours)} against {_figure(d.paper)}"
+        console.print(f"  {_cell(cell)}: {_both_marks(cell)}, {figures}", markup=False)
 
 
 def _print_differing(cells: Sequence[Cell]) -> None:
-    from fullcp.experiments.comparison import differing, explain, explanations
+    from fullcp.experiments.comparison import CLASSES, class_of, differing, explain, explanations
 
     known = explanations()
     grouped: dict[str, list[str]] = {}
     for cell, d in differing(cells):
-        name = f"{cell.key[0]} {cell.key[1]} {_name(cell)} {cell.key[4]} {d.measure}".replace("  ", " ")
-        figures = f"{_figure(d.ours)} against {_figure(d.paper)}"
-        grouped.setdefault(explain(cell, d.measure, known), []).append(f"{name}: {figures}")
-    for because in sorted(grouped, key=lambda text: text == ""):
-        console.print(f"\n{because or 'Not explained'} ({len(grouped[because])}):", markup=False)
+        line = f"{_cell(cell)} {d.measure}: {_figure(d.ours)} against {_figure(d.paper)}"
+        grouped.setdefault(explain(cell, d.measure, known), []).append(line)
+    if not grouped:
+        return
+    counts = {name: sum(len(v) for k, v in grouped.items() if class_of(k) == name) for name in CLASSES}
+    shares = ", ".join(f"{count} {name}" for name, count in counts.items())
+    console.print(f"figures that differ: {sum(counts.values())}, of these {shares}", markup=False)
+    for because in sorted(grouped, key=lambda text: CLASSES.index(class_of(text))):
+        titles = (f"Explained. {because}", because, "Not explained")
+        title = titles[CLASSES.index(class_of(because))]
+        console.print(f"\n{title} ({len(grouped[because])}):", markup=False)
         for line in grouped[because]:
             console.print(f"  {line}", markup=False)
-    if grouped:
-        console.print()
+    console.print()
+
+
+def _cell(cell: Cell) -> str:
+    """What names a row: table, data set, method and level."""
+    return f"{cell.key[0]} {cell.key[1]} {_name(cell)} {cell.key[4]}".replace("  ", " ")
+
+
+def _both_marks(cell: Cell) -> str:
+    return f"{_MARKS[cell.ours['valid']]} / {_MARKS[cell.paper['valid']] if cell.paper else ''}"
 
 
 def _name(cell: Cell) -> str:

@@ -1,4 +1,4 @@
-"""`fullcp demo`: five methods on data that come with scikit-learn."""
+"""`fullcp demo`: seven methods on data that come with scikit-learn."""
 
 from __future__ import annotations
 

@@ -28,16 +28,16 @@ def figures(
     from fullcp.experiments.tables import SHARE_FIGURE
 
     try:
-        rows = read_rows(results / f"{SHARE_FIGURE.name}.csv")
+        path = results / f"{SHARE_FIGURE.name}.csv"
+        rows = read_rows(path)
         output.mkdir(parents=True, exist_ok=True)
         plots.introduction_figure(introduction.run(seed=seed)).savefig(output / "adaptivity.png", dpi=150)
         notes.print(f"wrote {output / 'adaptivity.png'}")
         curves = shares.curves(rows, dataset)
         if not curves:
-            raise ValueError(
-                f"{results / SHARE_FIGURE.name}.csv has no rows of {dataset}: run `fullcp reproduce --table "
-                f"{SHARE_FIGURE.name}` for the figure of calibration shares"
-            )
+            what = f"has no rows of {dataset}" if path.exists() else "does not exist"
+            command = f"fullcp reproduce --table {SHARE_FIGURE.name}"
+            raise ValueError(f"{path} {what}: run `{command}` for the figure of calibration shares")
         plots.shares_figure(curves, dataset).savefig(output / "calibration_share.png", dpi=150)
         notes.print(f"wrote {output / 'calibration_share.png'}")
     except (ValueError, OSError) as error:

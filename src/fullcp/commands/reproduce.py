@@ -12,6 +12,9 @@ from rich.console import Console
 
 from fullcp.commands.app import app
 from fullcp.commands.spread import Spread
+from fullcp.data import DATASETS
+from fullcp.experiments.reproduction import EVERY_METHOD, EVERY_TABLE, LEAST_EPOCHS
+from fullcp.experiments.tables import SHARE_FIGURE
 
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -21,14 +24,23 @@ def reproduce(
     table: Annotated[
         list[str],
         typer.Option(
-            help="Table: main, extra, main_25, extra_25, extra_acp, uci_kfac, uci_lastlayer, synthetic_fullcp, bbox, "
-            "bbox_50; or calibration_share, for the figure."
+            help=f"Table: {', '.join(name for name in EVERY_TABLE if name != SHARE_FIGURE.name)}; or "
+            f"{SHARE_FIGURE.name}, for the figure."
         ),
     ],
-    datasets: Annotated[list[str] | None, typer.Option(help="Data sets of the table; all unless given.")] = None,
-    methods: Annotated[list[str] | None, typer.Option(help="Methods; all unless given.")] = None,
+    datasets: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(DATASETS)}; all of the table unless given.")
+    ] = None,
+    methods: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(EVERY_METHOD)}; all unless given.")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Repeats; the paper's 10 or 20 unless given.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs; the paper's unless given.")] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Epochs; the paper's unless given. At least {LEAST_EPOCHS} on small and medium sets, where l2 is "
+            "tuned as networks train.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     stage: Annotated[str, typer.Option(help="train, evaluate, write, or all.")] = "all",
     run_dir: Annotated[Path, typer.Option(help="Folder for networks and folds; resumed where it exists.")] = Path(
@@ -51,6 +63,7 @@ def reproduce(
     """Train the networks of a table as ensembles, evaluate every method on them, write the table."""
     from fullcp.experiments import reproduction
     from fullcp.experiments.box_tables import Photographs
+    from fullcp.vision import DivergedError
 
     start = time.perf_counter()
     request = reproduction.Request(
@@ -71,6 +84,6 @@ def reproduce(
         reproduction.run(
             request, say=lambda text: notes.print(f"[{time.perf_counter() - start:7.1f} s] {text}", markup=False)
         )
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, DivergedError) as error:
         notes.print(f"fullcp: {error}", style="red", markup=False)
         sys.exit(1)

@@ -9,6 +9,7 @@ import tempfile
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from pathlib import Path
 
 _TIMEOUT = 60  # seconds without an answer
@@ -16,6 +17,10 @@ _TIMEOUT = 60  # seconds without an answer
 
 class DataUnavailableError(OSError):
     """A data set is neither on this machine nor can it be downloaded; the message says where to put it."""
+
+
+class DamagedFileError(ValueError):
+    """A file cannot be unpacked, or is no text; the message names it."""
 
 
 def find_file(name: str, urls: tuple[str, ...], by_hand: str = "") -> Path:
@@ -38,7 +43,7 @@ def find_file(name: str, urls: tuple[str, ...], by_hand: str = "") -> Path:
     for url in urls:
         try:
             content = _member(_fetch(url), name)
-        except (OSError, zipfile.BadZipFile, KeyError) as error:
+        except (OSError, EOFError, zlib.error, zipfile.BadZipFile, KeyError) as error:
             failures.append(f"{url}: {error}")
             continue
         _write(place, content)
@@ -67,7 +72,10 @@ def cache_folder() -> Path:
 def read_text(path: Path) -> str:
     """The text of a plain or compressed file."""
     content = path.read_bytes()
-    return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    try:
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise DamagedFileError(f"{path} is damaged ({error}): delete it, and get it anew") from error
 
 
 def _fetch(url: str) -> bytes:

@@ -34,7 +34,8 @@ def load_pets(
 ) -> BoxImages:
     """Read all images with a box, resized to `size` x `size`, in the order of their names.
 
-    Of several objects in an image, the first counts. Grey images, palettes and images with transparency become RGB.
+    Of several objects in an image, the first counts. Grey images (of 8 or 16 bits), palettes and images with
+    transparency become RGB.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ def load_pets(
     ------
     ValueError
         With the name of the file: where an image or an XML file is missing or cannot be read, where a box lies outside
-        its image or is empty.
+        its image or is empty, where the image has another size than its XML file says.
     """
     root = _folder(folder)
     check_positive_int("size", size, least=8)
@@ -55,8 +56,8 @@ def load_pets(
     names = list(names)
     if not names:
         raise ValueError(f"folder holds no XML files in annotations/xmls: {root}")
-    boxes = torch.tensor([read_box(root / "annotations" / "xmls" / f"{name}.xml") for name in names])
-    images = _decode_all([root / "images" / f"{name}.jpg" for name in names], size)
+    boxes, sizes = _annotations(root, names)
+    images = _decode_all([root / "images" / f"{name}.jpg" for name in names], size, sizes=sizes)
     return BoxImages(images, boxes, torch.tensor([species(name) for name in names]), names)
 
 
@@ -73,6 +74,17 @@ def species(name: str) -> int:
 
 def read_box(path: Path) -> tuple[float, float, float, float]:
     """Left, top, right and bottom of the first object of an XML file, as shares of the width and height it names."""
+    return _annotation(path)[0]
+
+
+def _annotations(root: Path, names: Sequence[str]) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Boxes (n, 4), and the sizes of the images they were drawn in."""
+    found = [_annotation(root / "annotations" / "xmls" / f"{name}.xml") for name in names]
+    return torch.tensor([box for box, _ in found]), [size for _, size in found]
+
+
+def _annotation(path: Path) -> tuple[tuple[float, float, float, float], tuple[int, int]]:
+    """The box of an XML file, and the width and height of its image."""
     if not path.is_file():
         raise ValueError(f"the XML file is missing: {path}")
     try:
@@ -91,7 +103,8 @@ def read_box(path: Path) -> tuple[float, float, float, float]:
             f"the box ({', '.join(f'{e:g}' for e in edges)}) {wrong} its {width:g} x {height:g} image: {path}"
         )
     shares = (left / width, top / height, right / width, bottom / height)
-    return tuple(min(max(share, 0.0), 1.0) for share in shares)  # type: ignore[return-value]
+    box = tuple(min(max(share, 0.0), 1.0) for share in shares)
+    return box, (round(width), round(height))  # type: ignore[return-value]
 
 
 def pack_pets(source: str | os.PathLike[str] | None, path: str | os.PathLike[str], *, size: int = 224) -> int:
@@ -101,8 +114,12 @@ def pack_pets(source: str | os.PathLike[str] | None, path: str | os.PathLike[str
     """
     root = _folder(source)
     names = sorted(file.stem for file in (root / "annotations" / "xmls").glob("*.xml"))
-    boxes = torch.tensor([read_box(root / "annotations" / "xmls" / f"{name}.xml") for name in names])
-    parts = [_as_jpeg(root / "images" / f"{name}.jpg", size) for name in track(names, "packing images", len(names))]
+    boxes, sizes = _annotations(root, names)
+    both = zip(names, sizes, strict=True)
+    parts = [
+        _as_jpeg(root / "images" / f"{name}.jpg", size, drawn_in)
+        for name, drawn_in in track(both, "packing images", len(names))
+    ]
     ends = torch.tensor([len(part) for part in parts]).cumsum(0)
     data = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
     write_file(Path(path), {"jpeg": data, "ends": ends, "boxes": boxes}, {"kind": "pets", "names": names, "size": size})
@@ -145,14 +162,20 @@ def _text(root: ElementTree.Element, where: str) -> str:
     return found
 
 
-def _decode_all(sources: Sequence[Path | bytes], size: int, names: Sequence[str] | None = None) -> Tensor:
+def _decode_all(
+    sources: Sequence[Path | bytes],
+    size: int,
+    names: Sequence[str] | None = None,
+    sizes: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
     """Images (n, 3, size, size), uint8; a few threads, for decoders let go of the interpreter."""
     _pillow()
     images = torch.empty(len(sources), 3, size, size, dtype=torch.uint8)
 
     def decode(i: int) -> None:
         source = sources[i]
-        images[i] = _pixels(source, size, str(source) if isinstance(source, Path) else f"image {names and names[i]}")
+        name = str(source) if isinstance(source, Path) else f"image {names and names[i]}"
+        images[i] = _pixels(source, size, name, sizes[i] if sizes else None)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for _ in track(pool.map(decode, range(len(sources))), "reading images", len(sources)):
@@ -160,28 +183,43 @@ def _decode_all(sources: Sequence[Path | bytes], size: int, names: Sequence[str]
     return images
 
 
-def _pixels(source: Path | bytes, size: int, name: str) -> Tensor:
+def _pixels(source: Path | bytes, size: int, name: str, drawn_in: tuple[int, int] | None) -> Tensor:
     import numpy as np
 
-    return torch.from_numpy(np.array(_open(source, size, name))).permute(2, 0, 1)
+    return torch.from_numpy(np.array(_open(source, size, name, drawn_in))).permute(2, 0, 1)
 
 
-def _open(source: Path | bytes, size: int, name: str) -> Any:
-    """The image in RGB at the size wanted."""
+def _open(source: Path | bytes, size: int, name: str, drawn_in: tuple[int, int] | None) -> Any:
+    """The image in RGB at the size wanted; its own must be the one its box was drawn in, where that is known."""
     Image = _pillow()
     if isinstance(source, Path) and not source.is_file():
         raise ValueError(f"the image is missing: {name}")
     try:
         with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
-            rgb = image.convert("RGB")
+            image.load()
+            rgb = _in_rgb(image)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow raises all of these
         raise ValueError(f"the image cannot be read: {name} ({error})") from error
+    if drawn_in is not None and rgb.size != drawn_in:
+        found, wanted = (f"{width} x {height}" for width, height in (rgb.size, drawn_in))
+        raise ValueError(f"the image has {found} pixels, and its XML file says {wanted}: {name}")
     return rgb if rgb.size == (size, size) else rgb.resize((size, size), Image.Resampling.BILINEAR)
 
 
-def _as_jpeg(path: Path, size: int) -> bytes:
+def _in_rgb(image: Any) -> Any:
+    """The image in RGB; Pillow itself would cut all numbers over 255 off."""
+    if image.mode.startswith("I;16"):
+        import numpy as np
+
+        return _pillow().fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels are of Pillow's mode {image.mode}, whose white is unknown: save it with 8 bits")
+    return image.convert("RGB")
+
+
+def _as_jpeg(path: Path, size: int, drawn_in: tuple[int, int]) -> bytes:
     """The file's own bytes where they will do, else a new JPEG."""
-    image = _open(path, size, str(path))
+    image = _open(path, size, str(path), drawn_in)
     with _pillow().open(path) as original:
         if (original.format, original.mode, original.size) == ("JPEG", "RGB", (size, size)):
             return path.read_bytes()

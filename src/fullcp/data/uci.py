@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
 
-from fullcp.data.download import cache_folder, find_file, read_text
+from fullcp.data.download import DamagedFileError, cache_folder, find_file, read_text
 from fullcp.data.table import Array, Table, checked_table
 from fullcp.inputs import check_choice
 
@@ -49,13 +50,16 @@ def load_dataset(name: str) -> Table:
     """A data set of the paper, cleaned: "boston", "protein" or another of `DATASETS`.
 
     It is read from the folder that FULLCP_DATA names, or from the cache (FULLCP_CACHE, or ~/.cache/fullcp), into which
-    it is downloaded if need be.
+    it is downloaded if need be. Other numbers than the paper's are refused in the cache, and warned of in the user's
+    own folder.
     """
     check_choice("name", name, tuple(DATASETS))
     known = DATASETS[name]
     path = find_file(known.file, known.urls, known.by_hand)
     try:
         values, columns, target = known.clean(read_text(path))
+    except DamagedFileError:
+        raise
     except (ValueError, IndexError, KeyError, StopIteration) as error:
         raise ValueError(f"{path} is not the data set {name}: {error}; delete it, and get it anew") from error
     table = checked_table(name, values, columns, target, constants=True)
@@ -65,8 +69,14 @@ def load_dataset(name: str) -> Table:
             f"{path} has {found[0]} rows and {found[1]} inputs, {name} has {shape[0]} and {shape[1]}: it is another "
             "version of the data; delete it, and get it anew"
         )
-    if known.digest is not None and path.parent == cache_folder() and digest(table) != known.digest:
-        raise ValueError(f"{path} has other numbers than {name} should have: delete it, and get it anew")
+    if known.digest is not None and digest(table) != known.digest:
+        if path.parent == cache_folder():
+            raise ValueError(f"{path} has other numbers than {name} should have: delete it, and get it anew")
+        warnings.warn(
+            f"{path} has other numbers than {name} has in the paper's tables: it is another version of the data, and "
+            "what is made of it is not to be compared with them",
+            stacklevel=2,
+        )
     return table
 
 

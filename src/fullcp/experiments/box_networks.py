@@ -61,6 +61,12 @@ class Plan:
         """For JSON."""
         return json.loads(json.dumps(asdict(self)))
 
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Plan:
+        """The plan of these facts."""
+        read: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+        return cls(**{**read, "recipe": Recipe(**read["recipe"])})
+
 
 @dataclass(frozen=True)
 class Split:
@@ -152,12 +158,8 @@ def train_seeds(
 
 def load_trained(folder: Path, seed: int, device: torch.device | str = "cpu") -> tuple[Plan, dict[float, Trained]]:
     """What `train_seeds` wrote of one seed."""
-    path = _path(folder, seed)
-    if not path.is_file():
-        raise ValueError(f"seed {seed} is not trained: {path} does not exist")
-    header, state = read_file(path, torch.device(device))
-    facts: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in header["plan"].items()}
-    plan = Plan(**{**facts, "recipe": Recipe(**facts["recipe"])})
+    header, state = read_file(_trained_path(folder, seed), torch.device(device))
+    plan = Plan.of(header["plan"])
     trained = {}
     for i, share in enumerate(plan.parts):
         tensors = {name.split(".")[1]: value for name, value in state.items() if name.startswith(f"{i}.")}
@@ -169,22 +171,47 @@ def _path(folder: Path, seed: int) -> Path:
     return folder / f"seed_{seed:03d}.safetensors"
 
 
-def _is_there(folder: Path, seed: int, plan: Plan, data: BoxImages) -> bool:
-    """Whether a file holds the seed; one of another plan or of other images is refused, not trained over."""
+def _trained_path(folder: Path, seed: int) -> Path:
+    """The file of a seed, which must be there."""
     path = _path(folder, seed)
     if not path.is_file():
-        return False
-    header = read_header(path)
-    if header["plan"] != plan.facts() or header["images"] != _digest(data):
-        found = {key: value for key, value in header["plan"].items() if plan.facts()[key] != value}
-        what = ", ".join(f"{key}={value!r}" for key, value in found.items()) or "other images"
-        raise ValueError(f"folder holds seed {seed} trained with {what}; name another folder: {path}")
-    return True
+        raise FileNotFoundError(f"seed {seed} is not trained: {path} does not exist; run the training stage first")
+    return path
+
+
+def _is_there(folder: Path, seed: int, plan: Plan, data: BoxImages) -> bool:
+    """Whether a file holds the seed; one of another plan or of other images is refused, not trained over."""
+    return _path(folder, seed).is_file() and bool(check_trained(folder, seed, data, plan))
+
+
+def check_trained(folder: Path, seed: int, data: BoxImages, plan: Plan | None = None) -> dict[str, Any]:
+    """The facts of a seed's file, which must be of these images, and of this plan unless that is None."""
+    facts = training_facts(folder, seed)
+    has, wanted = _flat(facts["plan"]), _flat(facts["plan"] if plan is None else plan.facts())
+    differing = [f"{key}={value!r}" for key, value in has.items() if wanted[key] != value]
+    if facts["images"] != data.digest():
+        differing.append("other images")
+    if differing:
+        raise ValueError(
+            f"folder holds seed {seed} trained with {', '.join(differing)}; name another folder, or ask for the same: "
+            f"{_path(folder, seed)}"
+        )
+    return facts
+
+
+def trained_seeds(folder: Path, seeds: Sequence[int]) -> list[int]:
+    """Those of the seeds that the folder holds."""
+    return [seed for seed in seeds if _path(folder, seed).is_file()]
 
 
 def training_facts(folder: Path, seed: int) -> dict[str, Any]:
-    """What a seed's file says of its training: plan, seconds a share, device, commit."""
-    return read_header(_path(folder, seed))
+    """What a seed's file says of its training: plan, digest of the images, seconds a share, device, commit."""
+    return read_header(_trained_path(folder, seed))
+
+
+def _flat(plan: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a plan with those of its recipe among them."""
+    return {**{key: value for key, value in plan.items() if key != "recipe"}, **plan["recipe"]}
 
 
 def _save(
@@ -195,19 +222,13 @@ def _save(
         tensors.update({f"{i}.{name}": getattr(parts[share], name).cpu() for name in names})
     facts = {
         "plan": plan.facts(),
-        "images": _digest(data),
+        "images": data.digest(),
         "seconds": [parts[share].seconds for share in plan.parts],
         "seed": seed,
         "device": device_name(device),
         "commit": commit(),
     }
     write_file(_path(folder, seed), tensors, facts)
-
-
-def _digest(data: BoxImages) -> str:
-    """A fingerprint of the images and boxes."""
-    sums = data.images.sum((1, 2, 3), dtype=torch.int64) * torch.arange(1, len(data) + 1)
-    return f"{len(data)}-{tuple(data.images.shape[1:])}-{int(sums.sum())}-{float(data.boxes.double().sum()):.6f}"
 
 
 def _units(boxes: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +312,7 @@ def _features(
     """Features of all images and of all flipped ones, from the folder's cache where they are in it."""
     made = backbone().to(device)
     path = folder / _CACHE
-    facts = {"images": _digest(data), "backbone": Fingerprint(made).digest(), "pool": plan.pool}
+    facts = {"images": data.digest(), "backbone": Fingerprint(made).digest(), "pool": plan.pool}
     if path.is_file():
         header, state = read_file(path, device)
         if all(header[key] == value for key, value in facts.items()) and ("flipped" in state or not plan.recipe.flips):

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fullcp.data import BoxImages, DataUnavailableError, load_packed, load_pets
-from fullcp.experiments.box_networks import Plan, train_seeds, training_facts
+from fullcp.experiments.box_networks import Plan, train_seeds, trained_seeds, training_facts
 from fullcp.experiments.boxes import LEVELS, evaluate_seed, evaluated, summarise
+from fullcp.experiments.summary import seeds_in_words
 from fullcp.vision import Recipe, balance, load_vgg19, normalized
 
 TABLES = ("bbox", "bbox_50")
@@ -94,37 +95,58 @@ class BoxTables:
             self.say(f"boxes: seed {seed} is trained")
 
     def evaluate(self) -> None:
-        """Every method on every seed that is trained."""
-        for seed in self._trained():
-            evaluate_seed(self._data(), self.folder, seed, device=self.device)
+        """Every method on every seed that is trained; those of another plan or of other images are refused."""
+        trained = self._trained()
+        if not trained:
+            raise FileNotFoundError(f"{self.folder} holds no trained seed: run the training stage first")
+        for seed in trained:
+            evaluate_seed(self._data(), self.folder, seed, plan=self.plan, device=self.device)
             self.say(f"boxes: seed {seed} is evaluated")
+        missing = [seed for seed in range(self.seeds) if seed not in trained]
+        if missing:
+            self.say(f"boxes: seeds {seeds_in_words(missing)} are not trained, and are left out")
 
     def rows(self, table: str) -> Iterator[dict[str, Any]]:
         """The rows of one table over all seeds that are evaluated, volumes in hundredths as the paper's."""
         found = [row for seed in self._trained() for row in evaluated(self.folder, seed, LEVELS)]
-        yield from (self._row(row) for row in summarise(found) if row["table"] == table)
+        if found:
+            plan, last = self._plan(), max(row.seed for row in found)
+            yield from (self._row(row, plan, last) for row in summarise(found) if row["table"] == table)
 
     def training(self) -> Iterator[dict[str, Any]]:
         """What training cost, a row for each machine and commit."""
+        plan = self._plan()
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for facts in (training_facts(self.folder, seed) for seed in self._trained()):
             groups.setdefault((facts["device"], facts["commit"]), []).append(facts)
         for (device, commit), group in groups.items():
             yield {
                 "dataset": f"boxes{self.asked.variant}",
-                "stage": "frozen" if self.asked.frozen else "fine-tuned",
-                "networks": len(group) * len(self.plan.parts),
-                "epochs": self.plan.recipe.epochs,
-                "roles": " ".join(f"fit-{100 * share:g}" if share else "full" for share in self.plan.parts),
+                "stage": "frozen" if plan.frozen else "fine-tuned",
+                "networks": len(group) * len(plan.parts),
+                "epochs": plan.recipe.epochs,
+                "roles": " ".join(f"fit-{100 * share:g}" if share else "full" for share in plan.parts),
                 "seconds": round(sum(sum(facts["seconds"]) for facts in group), 2),
                 "device": device,
                 "commit": commit,
             }
 
-    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _plan(self) -> Plan:
+        """What the seeds were trained by, whatever the command line says now; one plan for all."""
+        seeds = self._trained()
+        plans = [training_facts(self.folder, seed)["plan"] for seed in seeds]
+        other = [seed for seed, plan in zip(seeds, plans, strict=True) if plan != plans[0]]
+        if other:
+            raise ValueError(
+                f"{self.folder} holds seeds that were trained in different ways: seeds {seeds_in_words(other)} unlike "
+                f"seed {seeds[0]}; put them into folders of their own"
+            )
+        return Plan.of(plans[0]) if plans else self.plan
+
+    def _row(self, row: dict[str, Any], plan: Plan, last: int) -> dict[str, Any]:
         method = row["method"]
-        options = " --frozen" if self.asked.frozen else ""
-        options += "" if self.plan.recipe.epochs == EPOCHS else f" --epochs {self.plan.recipe.epochs}"
+        options = " --frozen" if plan.frozen else ""
+        options += "" if plan.recipe.epochs == EPOCHS else f" --epochs {plan.recipe.epochs}"
         return {
             "table": row["table"] + self.asked.variant,
             "dataset": "",
@@ -145,12 +167,12 @@ class BoxTables:
             "rows": row["rows"],
             "repeats": row["seeds"],
             "folds": row["seeds"],
-            "seeds": f"0 to {row['seeds'] - 1}",
+            "seeds": row["which_seeds"],
             "seconds": f"{row['seconds']:.4g}",
             "seconds_se": "",
             "device": row["device"],
             "commit": row["commit"],
-            "command": f"fullcp reproduce --table {row['table']}{options} --seeds {row['seeds']}",
+            "command": f"fullcp reproduce --table {row['table']}{options} --seeds {last + 1}",
         }
 
     def _data(self) -> BoxImages:
@@ -159,7 +181,7 @@ class BoxTables:
         return self._images
 
     def _trained(self) -> list[int]:
-        return [seed for seed in range(self.seeds) if (self.folder / f"seed_{seed:03d}.safetensors").is_file()]
+        return trained_seeds(self.folder, range(self.seeds))
 
 
 def _weights() -> Path:

@@ -21,9 +21,18 @@ from torch import Tensor, nn
 from fullcp.curvature import jacobian_for
 from fullcp.data import BoxImages, overlap
 from fullcp.evaluation import joint_coverage, validity_band, volume
-from fullcp.experiments.box_networks import Plan, Split, Trained, load_trained, split_of, train_seeds
+from fullcp.experiments.box_networks import (
+    Plan,
+    Split,
+    Trained,
+    check_trained,
+    load_trained,
+    split_of,
+    train_seeds,
+    training_facts,
+)
 from fullcp.experiments.provenance import commit, device_name
-from fullcp.experiments.summary import Mean
+from fullcp.experiments.summary import Mean, seeds_in_words
 from fullcp.features import FeatureRows
 from fullcp.predictors import (
     ConformalizedQuantileRegressor,
@@ -140,8 +149,9 @@ def run(
     plan : how networks are trained; None is the paper's way.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    for seed in train_seeds(data, backbone, plan or Plan(), seeds, folder, device=device):
-        yield from evaluate_seed(data, folder, seed, levels=levels, device=device)
+    plan = plan or Plan()
+    for seed in train_seeds(data, backbone, plan, seeds, folder, device=device):
+        yield from evaluate_seed(data, folder, seed, plan=plan, levels=levels, device=device)
 
 
 def evaluate_seed(
@@ -149,10 +159,18 @@ def evaluate_seed(
     folder: Path,
     seed: int,
     *,
+    plan: Plan | None = None,
     levels: Sequence[float] = LEVELS,
     device: torch.device | str = "cpu",
 ) -> list[BoxRow]:
-    """The rows of one trained seed, from the folder where it was evaluated before."""
+    """The rows of one trained seed, from the folder where it was evaluated before.
+
+    Parameters
+    ----------
+    data : the images it was trained on; others are refused. Pixels are not needed (`BoxImages.without_pixels`).
+    plan : which the seed must be trained by; None takes it as it is.
+    """
+    facts = check_trained(folder, seed, data, plan)
     kept = evaluated(folder, seed, levels)
     if kept:
         return kept
@@ -168,16 +186,27 @@ def evaluate_seed(
             rows += _rows_of(region, table, seed, levels, part, network.scale.cpu().double(), units, about, seconds)
     path = _path(folder, seed)
     temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps([row.as_dict() for row in rows]))
+    temporary.write_text(json.dumps({**_made_of(facts), "rows": [row.as_dict() for row in rows]}))
     temporary.replace(path)
     return rows
 
 
 def evaluated(folder: Path, seed: int, levels: Sequence[float]) -> list[BoxRow]:
-    """The rows that `evaluate_seed` wrote for these levels; none where it did not."""
+    """The rows that `evaluate_seed` wrote for these levels and the seed's networks as they are; none where it did not.
+
+    Rows of networks that are no longer there (trained anew since) do not count.
+    """
     path = _path(folder, seed)
-    kept = [BoxRow(**row) for row in json.loads(path.read_text())] if path.is_file() else []
+    held = json.loads(path.read_text()) if path.is_file() else None
+    if not isinstance(held, dict) or {**held, "rows": None} != {**_made_of(training_facts(folder, seed)), "rows": None}:
+        return []
+    kept = [BoxRow(**row) for row in held["rows"]]
     return kept if {row.level for row in kept} == set(levels) else []
+
+
+def _made_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """What of the facts of training decides the rows, and which training it was."""
+    return {key: facts[key] for key in ("plan", "images", "seconds")}
 
 
 def _path(folder: Path, seed: int) -> Path:
@@ -209,6 +238,7 @@ def summarise(rows: Sequence[BoxRow]) -> list[dict[str, Any]]:
                 "joint": joint,
                 "level": level,
                 "seeds": len(group),
+                "which_seeds": seeds_in_words([row.seed for row in group]),
                 **means,
                 "share": group[0].share,
                 "rows": group[0].rows,
@@ -264,7 +294,7 @@ def _full_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
     settings: dict[str, Any] = {"curvature": "last_layer", "l2": float(tuning.l2[0]), "memory": _MEMORY}
     yield from _both_ways("ACP-GN", FullConformalRegressor(part.head, **settings).conformalize(*part.fit), part, levels)
     jackknife = JackknifePlusRegressor(part.head, **settings).conformalize(*part.fit)
-    yield from _regions("jackknife+", jackknife, part, levels, ["bonferroni"])
+    yield from _both_ways("jackknife+", jackknife, part, levels)
     la = LaplaceRegressor(part.head, noise=tuning.noise, **settings).fit(*part.fit)
     z, y = part.test
     # The rectangle around an ellipsoid: where one coordinate alone reaches the radius.
@@ -297,13 +327,7 @@ def _split_methods(part: Part, levels: Sequence[float]) -> Iterator[Region]:
 
 
 def _both_ways(method: str, cp: Predictor, part: Part, levels: Sequence[float]) -> Iterator[Region]:
-    yield from _regions(method, cp, part, levels, ["bonferroni", "max"])
-
-
-def _regions(
-    method: str, cp: Predictor, part: Part, levels: Sequence[float], joints: Sequence[str]
-) -> Iterator[Region]:
-    for joint in joints:
+    for joint in ("bonferroni", "max"):
         yield Region(method, joint, cp.n_rows_, cp.predict_interval(part.test[0], list(levels), joint=joint).intervals)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +18,8 @@ from fullcp.experiments.summary import Values
 MEASURES = ("width", "coverage")
 WIDTH_TOLERANCE = 0.05  # a relative difference of widths that counts as agreement whatever the standard errors
 LARGEST = 4.0  # combined standard errors
+CLASSES = ("explained", "looked into, not found", "not explained")  # of figures that differ
+_ARM = ("table", "dataset", "method", "curvature", "conformity", "calibration")
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why figures differ; patterns as of a shell say which."""
+    """Why figures differ; patterns as of a shell say which, several of them with | between.
+
+    Texts that begin with "Not found" say what was looked into, and that it was not the reason.
+    """
 
     table: str
     dataset: str
@@ -110,7 +116,8 @@ class Explanation:
     def fits(self, cell: Cell, measure: str) -> bool:
         """Whether it is about this figure."""
         patterns = (self.table, self.dataset, self.method, self.curvature, self.level, self.measure)
-        return all(fnmatchcase(v, p) for v, p in zip((*cell.key, measure), patterns, strict=True))
+        values = (*cell.key, measure)
+        return all(any(fnmatchcase(v, p) for p in ps.split("|")) for v, ps in zip(values, patterns, strict=True))
 
 
 def published() -> list[dict[str, str]]:
@@ -124,14 +131,52 @@ def explanations() -> list[Explanation]:
 
 
 def compare(rows: Iterable[Values]) -> list[Cell]:
-    """Our rows, each with the paper's; own methods and other calibration shares than the paper's have none."""
+    """Our rows, each with the paper's.
+
+    Own methods and other calibration shares than the paper's have none, nor have networks of other epochs.
+    """
     paper = {_key(row): row for row in published()}
-    return [Cell(row, paper.get(_key(row))) for row in rows]
+    return [Cell(row, None if other_epochs(row) else paper.get(_key(row))) for row in rows]
+
+
+def other_epochs(row: Values) -> int | None:
+    """The epochs of a row whose networks had others than the paper's, as its command says.
+
+    Those of boxes are fine-tuned, by as many epochs as a GPU has time for, and compared all the same.
+
+    Examples
+    --------
+    >>> other_epochs({"command": "fullcp reproduce --table main --epochs 120 --seeds 1"})
+    120
+    """
+    if row.get("table", "").startswith("bbox"):
+        return None
+    found = re.search(r"--epochs (\d+)", row.get("command", ""))
+    return int(found[1]) if found else None
+
+
+def evaluation_seconds(rows: Sequence[Values]) -> float:
+    """What evaluation took, over all methods, data sets and folds; the levels of a method are evaluated together."""
+    once = {tuple(row[name] for name in _ARM): row for row in rows if row["seconds"]}
+    return sum(float(row["seconds"]) * int(row["folds"]) for row in once.values())
 
 
 def read_results(folder: Path, tables: Sequence[str], scaling: str = "training") -> list[dict[str, str]]:
     """All rows of these tables."""
     return [row for table in tables for row in read_rows(table_path(folder, table, scaling))]
+
+
+def class_of(because: str) -> str:
+    """Whether an explanation explains.
+
+    Examples
+    --------
+    >>> class_of("The authors scale otherwise"), class_of("Not found. It is not the seed"), class_of("")
+    ('explained', 'looked into, not found', 'not explained')
+    """
+    if because.startswith("Not found"):
+        return CLASSES[1]
+    return CLASSES[0] if because else CLASSES[2]
 
 
 def explain(cell: Cell, measure: str, known: Sequence[Explanation]) -> str:
@@ -164,6 +209,16 @@ def differing(cells: Sequence[Cell]) -> list[tuple[Cell, Difference]]:
         for d in cell.differences.values()
         if (not d.agrees if d.is_comparable else d.measure == "width" and _is_one_sided(d))
     ]
+
+
+def differing_marks(cells: Sequence[Cell]) -> list[Cell]:
+    """Rows that the paper marks valid and we do not, or the other way round."""
+    return [cell for cell in marked(cells) if cell.paper and cell.ours["valid"] != cell.paper["valid"]]
+
+
+def marked(cells: Sequence[Cell]) -> list[Cell]:
+    """Rows that have a mark in the paper."""
+    return [cell for cell in cells if cell.paper is not None and cell.paper["valid"]]
 
 
 def _is_one_sided(d: Difference) -> bool:

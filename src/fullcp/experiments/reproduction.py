@@ -11,7 +11,7 @@ from fullcp.data import DATASETS, DataUnavailableError, Table, load_dataset
 from fullcp.experiments import box_tables, synthetic
 from fullcp.experiments.authors_scaling import SCALINGS
 from fullcp.experiments.box_tables import BoxTables, Photographs
-from fullcp.experiments.protocol import protocol_of
+from fullcp.experiments.protocol import Protocol, protocol_of
 from fullcp.experiments.results import Results
 from fullcp.experiments.store import RunFolder
 from fullcp.experiments.tables import SPECS, TableSpec
@@ -25,6 +25,9 @@ from fullcp.training import Schedule
 STAGES = ("train", "evaluate", "write", "all")
 SYNTHETIC = synthetic.TABLE
 BOXES = box_tables.TABLES
+EVERY_TABLE = (*SPECS, SYNTHETIC, *BOXES)
+EVERY_METHOD = tuple(dict.fromkeys([*METHODS, *synthetic.METHODS]))
+LEAST_EPOCHS = Schedule().burn_in  # of networks that tune l2 as they train
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,15 @@ class Request:
     def check(self) -> None:
         """Refuse what there is not, before anything runs."""
         for name in self.tables:
-            check_choice("table", name, (*SPECS, SYNTHETIC, *BOXES))
+            check_choice("table", name, EVERY_TABLE)
         for name in self.datasets or ():
+            if Path(name).suffix:
+                raise ValueError(f"datasets: {name} is a file; tables of your own are for `fullcp evaluate {name}`")
             check_choice("datasets", name, tuple(DATASETS))
             if not any(name in spec.datasets for spec in self.specs()):
                 raise ValueError(f"datasets: {name} is in no table of {', '.join(self.tables)}")
         for name in self.methods or ():
-            check_choice("methods", name, tuple(dict.fromkeys([*METHODS, *synthetic.METHODS])))
+            check_choice("methods", name, EVERY_METHOD)
         if self.methods is not None and set(BOXES) & set(self.tables):
             raise ValueError(f"methods: tables of boxes ({', '.join(BOXES)}) have all of them; ask for those alone")
         check_choice("stage", self.stage, STAGES)
@@ -106,9 +111,8 @@ def run(request: Request, say: Say) -> None:
 def _run_dataset(request: Request, table: Table, device: torch.device, say: Say) -> None:
     protocol = protocol_of(table.name, repeats=request.seeds, epochs=request.epochs)
     arms = request.arms(table.name)
-    least = Schedule().burn_in
-    if protocol.tunes_in_training and protocol.epochs < least and request.stage in ("train", "all"):
-        raise ValueError(f"epochs must be at least {least} for {table.name}, when tuning begins, got {protocol.epochs}")
+    if request.stage in ("train", "all"):
+        check_epochs(protocol, table.name)
     if request.stage in ("train", "all"):
         roles = list(dict.fromkeys(role for arm in arms for role in arm.roles()))
         Trainer(table, protocol, request.run_dir, device, say).run(roles)
@@ -117,10 +121,19 @@ def _run_dataset(request: Request, table: Table, device: torch.device, say: Say)
         evaluator.run(arms)
     if request.stage in ("write", "all"):
         results = _results(request, say)
+        # First, for it refuses networks that were trained otherwise than asked for.
+        results.write_training(RunFolder(request.run_dir, table.name, protocol.training_facts()))
         for spec in request.specs():
             if table.name in spec.datasets:
                 results.write(spec.name, protocol, table.X.shape, spec.chosen(request.methods))
-        results.write_training(RunFolder(request.run_dir, table.name, protocol.training_facts()))
+
+
+def check_epochs(protocol: Protocol, name: str) -> None:
+    """Refuse trainings that end before their tuning begins."""
+    if protocol.tunes_in_training and protocol.epochs < LEAST_EPOCHS:
+        raise ValueError(
+            f"epochs must be at least {LEAST_EPOCHS} for {name}, when tuning begins, got {protocol.epochs}"
+        )
 
 
 def _check_results(request: Request, say: Say) -> None:
@@ -155,8 +168,8 @@ def _run_synthetic(request: Request, device: torch.device, say: Say) -> None:
         task.evaluate(arms, request.memory)
     if request.stage in ("write", "all"):
         results = _results(request, say)
-        results.write_synthetic(repeats, epochs, arms)
         results.write_training(task.store)
+        results.write_synthetic(repeats, epochs, arms)
 
 
 def _run_boxes(request: Request, device: torch.device, say: Say) -> None:

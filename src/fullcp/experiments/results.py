@@ -84,16 +84,18 @@ class Results:
         lines = line_file(self.run_dir, protocol.dataset, self.scaling).read()
         lines = [line for line in lines if int(line["repeat"]) < protocol.repeats]
         of = {"table": table, "dataset": protocol.dataset, "n": shape[0], "inputs": shape[1]}
-        options = "" if protocol.epochs == protocol_of(protocol.dataset).epochs else f" --epochs {protocol.epochs}"
-        options += "" if self.scaling == "training" else f" --scaling {self.scaling}"
-        self._write(table, protocol.dataset, _rows(of, lines, arms, options))
+        command = f"fullcp reproduce --table {table} --datasets {protocol.dataset}"
+        command += "" if protocol.epochs == protocol_of(protocol.dataset).epochs else f" --epochs {protocol.epochs}"
+        command += "" if self.scaling == "training" else f" --scaling {self.scaling}"
+        self._write(table, protocol.dataset, rows_of(of, lines, arms, command))
 
     def write_synthetic(self, repeats: int, epochs: int, arms: Sequence[Arm]) -> None:
         """The comparison with full conformal prediction."""
         lines = [line for line in line_file(self.run_dir, synthetic.NAME).read() if int(line["repeat"]) < repeats]
         of = {"table": synthetic.TABLE, "dataset": "", "n": "", "inputs": ""}
-        options = "" if epochs == synthetic.EPOCHS else f" --epochs {epochs}"
-        self._write(synthetic.TABLE, "", _rows(of, lines, arms, options))
+        command = f"fullcp reproduce --table {synthetic.TABLE}"
+        command += "" if epochs == synthetic.EPOCHS else f" --epochs {epochs}"
+        self._write(synthetic.TABLE, "", rows_of(of, lines, arms, command))
 
     def write_boxes(self, table: str, task: BoxTables) -> None:
         """One of the tables of boxes; those of a frozen backbone are tables of their own."""
@@ -201,19 +203,17 @@ def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, st
     return rows
 
 
-def _rows(of: Row, lines: Sequence[Values], arms: Sequence[Arm], options: str) -> list[Row]:
-    """`options` are those that the command has beyond table, data set and seeds."""
+def rows_of(of: Row, lines: Sequence[Values], arms: Sequence[Arm], command: str) -> list[Row]:
+    """Rows from lines a fold; `of` is what all have in common, the command lacks the number of seeds."""
     found: list[Row] = []
-    words = ["fullcp reproduce --table", of["table"], *(["--datasets", of["dataset"]] if of["dataset"] else [])]
-    command = " ".join(words) + options
     for arm in arms:
-        for summary in summarise([line for line in lines if line["method"] == arm.name]):
+        own = [line for line in lines if line["method"] == arm.name]
+        for summary in summarise(own):
             row = {
                 **of,
                 **_as_rows([arm])[0],
                 **summary,
-                "seeds": f"0 to {int(str(summary['repeats'])) - 1}",
-                "command": f"{command} --seeds {summary['repeats']}",
+                "command": f"{command} --seeds {max(int(line['repeat']) for line in own) + 1}",
             }
             found.append({column: row[column] for column in COLUMNS})
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,20 @@ class Mean:
         known = len(spread) > 1 and bool(np.isfinite(spread).all())
         error = float(spread.std(ddof=1) / len(spread) ** 0.5) if known else float("nan")
         return cls(float(means.mean()), error, len(means))
+
+
+def seeds_in_words(seeds: Iterable[int]) -> str:
+    """Which seeds there are, as a range where none is left out between the first and the last.
+
+    Examples
+    --------
+    >>> seeds_in_words([0, 1, 2, 2]), seeds_in_words([3, 0, 2]), seeds_in_words([5])
+    ('0 to 2', '0, 2, 3', '5')
+    """
+    found = sorted(set(seeds))
+    if len(found) > 1 and found[-1] - found[0] == len(found) - 1:
+        return f"{found[0]} to {found[-1]}"
+    return ", ".join(map(str, found))
 
 
 def is_valid(coverage: float, rows: int, level: float) -> bool:
@@ -81,6 +95,7 @@ def summarise(lines: Sequence[Values]) -> list[dict[str, object]]:
                 "rows": rows,
                 "repeats": width.repeats,
                 "folds": len(own),
+                "seeds": seeds_in_words(repeats),
                 "seconds": _text(seconds.value, 4),
                 "seconds_se": _text(seconds.error, 3),
                 "device": " + ".join(dict.fromkeys(line["device"] for line in own)),

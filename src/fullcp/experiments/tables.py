@@ -46,6 +46,11 @@ def _all_methods(share: int) -> tuple[Arm, ...]:
     )
 
 
+def arms_of_share(share: int) -> tuple[Arm, ...]:
+    """All methods, and of those that keep rows back the ones that keep back so many per cent."""
+    return tuple(arm for arm in _all_methods(share) if arm.share in (0, share))
+
+
 def _ours(*curvatures: str) -> tuple[Arm, ...]:
     """The library's own methods, in every table, with the full matrix and these curvatures."""
     found: list[Arm] = []

@@ -16,6 +16,7 @@ from fullcp.predictors.result import PredictionIntervals
 from fullcp.predictors.retrained_full import RetrainedFullConformalRegressor
 from fullcp.predictors.seen import SeenRowsWarning
 from fullcp.predictors.split import SplitConformalRegressor
+from fullcp.predictors.units import PoorFitWarning
 
 __all__ = [
     "CVPlusRegressor",
@@ -32,6 +33,7 @@ __all__ = [
     "MissingScoreWarning",
     "NormalizedSplitConformalRegressor",
     "NotFittedError",
+    "PoorFitWarning",
     "PredictionIntervals",
     "Predictor",
     "RefinedSplitConformalRegressor",

@@ -34,7 +34,7 @@ from fullcp.inputs import (
     read_rows,
     read_single_level,
 )
-from fullcp.joint import JointScores, read_scales
+from fullcp.joint import JointScores, PrunedScores, read_scales
 from fullcp.memory import DEFAULT_MEMORY, parse_memory
 from fullcp.predictors.fingerprint import Fingerprint, alike
 from fullcp.predictors.result import PredictionIntervals
@@ -127,8 +127,8 @@ class Predictor(ABC):
         joint : None, "bonferroni" or "max"
             With several outputs: None gives each output its own interval at the level, the others make the
             intervals of a row hold together at the level. "bonferroni" asks each for 1 - alpha / O; "max" ranks rows
-            by the largest of their residuals over outputs, which is narrower. It needs a conformal method, and for
-            the full ones outputs that share no parameter (curvature="last_layer"); its intervals are
+            by the largest of their residuals over outputs, which is narrower. It needs a split or full conformal
+            method, and for the full ones outputs that share no parameter (curvature="last_layer"); its intervals are
             centred on the prediction, whatever `residuals`.
         scales : None, float, or array (O,)
             For joint="max": in what units the residuals of outputs are compared, and so their widths. None is 1, for
@@ -203,7 +203,7 @@ class Predictor(ABC):
         parts = [
             self._p_values(batch, labels[where])
             if sizes is None
-            else self._joint_scores(batch, sizes).p_values(batch.f, labels[where])
+            else self._rectangle_p_values(batch, labels[where], sizes)
             for where, batch in self._batches(rows.x)
         ]
         p = torch.cat(parts)
@@ -302,9 +302,12 @@ class Predictor(ABC):
 
     def _check_rectangles(self) -> None:
         """Refuse joint="max" where several outputs cannot be ranked together."""
-        raise ValueError(f"joint='max' needs a conformal method, {type(self).__name__} has no residuals to rank")
+        raise ValueError(
+            f"joint='max' is for conformal methods, which rank one score a row; {type(self).__name__} takes "
+            "joint='bonferroni'"
+        )
 
-    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores:
+    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores | PrunedScores:
         """The scores that joint="max" ranks, for scales (O,); asked for only after `_check_rectangles`."""
         raise NotImplementedError
 
@@ -442,8 +445,16 @@ class Predictor(ABC):
         """Ends of intervals or, with scales, of joint rectangles, (m, 2, L, O)."""
         if scales is None:
             return self._ends(batch, levels)
+        return batch.f[:, None, None] + self._rectangles(batch, levels, scales)
+
+    def _rectangles(self, batch: Batch, levels: list[Fraction], scales: Tensor) -> Tensor:
+        """Ends of joint rectangles relative to the predictions, (m, 2, L, O)."""
         half = self._joint_scores(batch, scales).half_widths(levels)
-        return batch.f[:, None, None] + torch.stack([-half, half], dim=1)
+        return torch.stack([-half, half], dim=1)
+
+    def _rectangle_p_values(self, batch: Batch, y: Tensor, scales: Tensor) -> Tensor:
+        """p-values of the labels y (m, O) by joint rectangles, (m, 1)."""
+        return self._joint_scores(batch, scales).p_values(batch.f, y)
 
     def _batches(self, x: Inputs, *, gradients: bool | None = None) -> Iterator[tuple[slice, Batch]]:
         """The test points in batches, with their gradients where the method (or the caller) asks for them."""

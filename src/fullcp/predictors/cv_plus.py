@@ -17,7 +17,7 @@ from fullcp.features import Network
 from fullcp.features.network import normal
 from fullcp.features.preserve import unwrap
 from fullcp.inputs import Rows, check_all_finite, check_positive_int
-from fullcp.leave_one_out import plus_intervals, plus_p_values
+from fullcp.leave_one_out import joint_sizes, plus_intervals, plus_p_values
 from fullcp.memory import rows_within
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch
 from fullcp.predictors.jackknife import PlusPredictor
@@ -196,16 +196,16 @@ class CVPlusRegressor(PlusPredictor):
     def _needs_gradients(self) -> bool:
         return False
 
-    def _ends_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What each row's network has for its ends, relative to the predictions: (O, m, N) each."""
-        m, (N, O) = len(batch.f), self._scores.shape
+    def _ends_of(self, batch: Batch, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """What each row's network has for its ends, relative to the predictions, for scores (N, O): (O, m, N) each."""
+        m, (N, O) = len(batch.f), scores.shape
         lower = batch.f.new_empty(O, m, N)
         upper = torch.empty_like(lower)
         for k, found in enumerate(self._folds):
             held = self._fold == k
             f, spread = found.look(batch.x, self._budget() // 8)
             centre = (f - batch.f).T.unsqueeze(2)  # (O, m, 1)
-            width = spread.T.unsqueeze(2) * self._scores[held].T.unsqueeze(1)
+            width = spread.T.unsqueeze(2) * scores[held].T.unsqueeze(1)
             lower[:, :, held], upper[:, :, held] = centre - width, centre + width
         return lower, upper
 
@@ -216,17 +216,29 @@ class CVPlusRegressor(PlusPredictor):
         return [slice(start, start + size) for start in range(0, len(batch.f), size)]
 
     def _offsets(self, batch: Batch, levels: list[Fraction]) -> Tensor:
+        return self._intervals(batch, levels, self._scores)
+
+    def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
+        return self._p_values_by(batch, y, self._scores)
+
+    def _rectangles(self, batch: Batch, levels: list[Fraction], scales: Tensor) -> Tensor:
+        return self._intervals(batch, levels, joint_sizes(self._scores, scales))
+
+    def _rectangle_p_values(self, batch: Batch, y: Tensor, scales: Tensor) -> Tensor:
+        return self._p_values_by(batch, y, joint_sizes(self._scores, scales)).amin(1, keepdim=True)
+
+    def _intervals(self, batch: Batch, levels: list[Fraction], scores: Tensor) -> Tensor:
         parts = []
         for at in self._parts(batch):
-            ends = zip(*self._ends_of(_cut(batch, at)), strict=True)
+            ends = zip(*self._ends_of(_cut(batch, at), scores), strict=True)
             parts.append(torch.stack([plus_intervals(low, up, levels) for low, up in ends], dim=3))
         return torch.cat(parts)
 
-    def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
+    def _p_values_by(self, batch: Batch, y: Tensor, scores: Tensor) -> Tensor:
         parts = []
         for at in self._parts(batch):
             part = _cut(batch, at)
-            columns = zip(*self._ends_of(part), part.f.T, y[at].T, strict=True)
+            columns = zip(*self._ends_of(part, scores), part.f.T, y[at].T, strict=True)
             parts.append(torch.stack([plus_p_values(*column) for column in columns], dim=1))
         return torch.cat(parts)
 

@@ -25,8 +25,9 @@ from fullcp.engine import Engine
 from fullcp.features import FeatureRows, Jacobian, Network, select_parameters
 from fullcp.influence import RESIDUALS, SCORES
 from fullcp.inputs import check_choice
-from fullcp.joint import JointScores, check_uncoupled, full_scores
+from fullcp.joint import JointScores, PrunedScores, check_uncoupled, full_scores
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
+from fullcp.predictors.units import warn_if_poor
 from fullcp.refinement import refine, relative_shift
 from fullcp.regions import Interval, rows_needed
 from fullcp.sources import as_tensor
@@ -155,6 +156,7 @@ class FullConformalRegressor(Predictor):
         residuals = self._resolve_residuals(len(rows.x), jacobian.outputs)
         features = FeatureRows(jacobian, rows.x, memory=self._budget())
         e = y_checked - features.predictions
+        warn_if_poor(e, y_checked)
         l2, tuning = settle(self.l2, features, e, choice.structure)
         curvature = fit_curvature(features, choice.structure, l2)
         step, refined = refine(curvature, jacobian, e, exactly=self._is_refined())
@@ -300,9 +302,8 @@ class FullConformalRegressor(Predictor):
     def _check_rectangles(self) -> None:
         check_uncoupled(self._engine.slack, 1.0)
 
-    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores:
-        e, slack, query = self._engine.e, self._engine.slack, self.curvature_.query(_phi(batch))
-        return full_scores(self.score_, e, slack, query, self._features, scales, self._budget() // 4)
+    def _joint_scores(self, batch: Batch, scales: Tensor) -> JointScores | PrunedScores:
+        return full_scores(self._engine, _phi(batch), scales)
 
     def _rows_needed(self, level: Fraction) -> int:
         return rows_needed(level, self.residuals_)
@@ -336,7 +337,7 @@ def warn_if_far(shift: float) -> None:
         warnings.warn(
             "the network is far from a minimum for this l2: the step to it moves the training predictions by "
             f"{shift:.2g} times the residuals that it leaves. Intervals may be too wide or too narrow: check l2 "
-            "(in sum scale), standardise X and y, train longer, or pass refine=True",
+            "(in sum scale; the weight decay of AdamW is none), standardise X and y, train longer, or pass refine=True",
             FarFromMinimumWarning,
             stacklevel=3,
         )

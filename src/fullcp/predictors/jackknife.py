@@ -36,6 +36,9 @@ class PlusPredictor(Predictor):
     def _rows_needed(self, level: Fraction) -> int:
         return rows_needed(level, "absolute")
 
+    def _check_rectangles(self) -> None:
+        """Every row's model has residuals of its own, which can be ranked whatever the network."""
+
 
 class JackknifePlusRegressor(PlusPredictor):
     """Jackknife+ for a trained network, from one fit: every leave-one-out model by one Gauss-Newton step.
@@ -51,7 +54,7 @@ class JackknifePlusRegressor(PlusPredictor):
     changepoint. It is the other way to the same interval; `normalized=False` and several outputs differ.
 
     Several outputs are intervals one by one: no model without a row depends on the label asked about, so that nothing
-    couples them.
+    couples them. With `joint="max"` they hold at once, under the same conditions and with the same probability.
 
     Parameters
     ----------
@@ -185,6 +188,14 @@ class JackknifePlusRegressor(PlusPredictor):
     def _p_values(self, batch: Batch, y: Tensor) -> Tensor:
         assert batch.phi is not None
         return self._engine.p_values(batch.phi, batch.f, y)
+
+    def _rectangles(self, batch: Batch, levels: list[Fraction], scales: Tensor) -> Tensor:
+        assert batch.phi is not None
+        return self._engine.intervals(batch.phi, levels, scales)
+
+    def _rectangle_p_values(self, batch: Batch, y: Tensor, scales: Tensor) -> Tensor:
+        assert batch.phi is not None
+        return self._engine.p_values(batch.phi, batch.f, y, scales).amin(1, keepdim=True)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         engine = self._engine

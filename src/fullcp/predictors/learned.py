@@ -86,9 +86,7 @@ class LearnedNetwork:
             marks = row_marks(rows)
             if recipe["epochs"] == 0:
                 return cls(Network(model, x), rows.columns, made, Fingerprint(model), None, marks)
-            with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
-                torch.manual_seed(seed)  # for dropout
-                training = train(model, x, normal(targets), seed=seed, **recipe)
+            training = train(model, x, normal(targets), seed=seed, **recipe)
             return cls(Network(model, x), rows.columns, made, Fingerprint(model), training, marks)
 
     def check_rows(self, rows: Rows) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fullcp.curvature import choose
 from fullcp.features import FeatureRows, Jacobian, select_parameters
 from fullcp.inputs import Rows, check_outputs
+from fullcp.predictors.units import warn_if_poor
 from fullcp.tuning import Tuning, settle
 
 
@@ -44,6 +45,7 @@ class LinearisedNetwork:
         check_outputs(choice.jacobian.outputs, rows.y)
         features = FeatureRows(choice.jacobian, rows.x, memory=memory)
         e = rows.y - features.predictions
+        warn_if_poor(e, rows.y)
         l2, tuning = settle(l2, features, e, choice.structure)
         return cls(choice.structure, f"{choice.structure}: {choice.why}", features, e, l2, tuning)
 

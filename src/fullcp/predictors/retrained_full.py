@@ -24,9 +24,9 @@ from fullcp.predictors.candidate import CandidatePredictor
 from fullcp.predictors.retraining import Retraining, fresh
 from fullcp.regions import Interval
 from fullcp.sources import Inputs
+from fullcp.training.arguments import check_not_scripted, read_rates
 from fullcp.training.run import Recipe
 from fullcp.training.stack import trainable
-from fullcp.training.trainer import read_rates
 from fullcp.tuning import settle, tuning_facts, tuning_from
 
 STARTS = ("fresh", "trained")
@@ -65,7 +65,8 @@ class RetrainedFullConformalRegressor(CandidatePredictor):
         latter needs fewer epochs, and treats the test point unlike the rows that the network has seen.
     seed : of the fresh weights, and of the order of the rows in batches.
     checkpoint : path or None
-        A file that is written every ten seconds while predicting: after an interruption the same call goes on there.
+        A file that is written every ten seconds while predicting, and where the work is interrupted: the same call
+        then goes on there.
     memory : str or int
         Working memory, such as "2GB".
 
@@ -126,10 +127,13 @@ class RetrainedFullConformalRegressor(CandidatePredictor):
         """
         check_choice("residuals", self.residuals, RESIDUALS)
         check_choice("start", self.start, STARTS)
-        if self.precision is not None and not (isinstance(self.precision, Real) and 0 < self.precision < inf):
+        if isinstance(self.precision, bool) or not isinstance(self.precision, (Real, type(None))):
+            raise TypeError(f"precision must be None or a number in the units of y, got {self.precision!r}")
+        if self.precision is not None and not 0 < self.precision < inf:
             raise ValueError(f"precision must be None or a positive number in the units of y, got {self.precision!r}")
         check_positive_int("seed", self.seed, least=0)
         rows = self._read_data(X, y)
+        check_not_scripted(self.model)
         x = rows.tensor()
         assert rows.y is not None
         recipe = self._recipe(len(x))

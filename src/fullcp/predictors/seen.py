@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from fullcp.inputs import Rows
 from fullcp.memory import rows_within
+from fullcp.notices import warn
 
 _CHUNK = 2**22  # bytes at a time: no more than the smallest budgets have
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,11 +34,10 @@ def warn_if_seen(known: Tensor, rows: Rows) -> None:
     """Warn if most of the calibration rows are among those with these marks."""
     seen = int(torch.isin(row_marks(rows), known).sum())
     if seen > _MANY * len(rows.x):
-        warnings.warn(
+        warn(
             f"X: {seen} of {len(rows.x)} calibration rows were given to fit, too. Residuals of rows that the network "
             "was trained on are too small, and intervals too narrow: calibrate on rows it has not seen",
             SeenRowsWarning,
-            stacklevel=4,
         )
 
 

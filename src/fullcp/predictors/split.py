@@ -15,6 +15,7 @@ from fullcp.influence import RESIDUALS
 from fullcp.inputs import Rows, check_all_finite, check_choice
 from fullcp.joint import JointScores, split_scores
 from fullcp.predictors.base import DEFAULT_MEMORY, Batch, Predictor
+from fullcp.predictors.units import warn_if_poor
 from fullcp.regions import rows_needed, split_half_widths, split_p_values, split_signed_intervals
 
 
@@ -75,6 +76,7 @@ class SplitConformalRegressor(Predictor):
             f, normaliser = self._evaluate(network, x, start)
             parts.append((y[start : start + size] - f, normaliser))
         e, normaliser = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        warn_if_poor(e, y)
         self._e, self._normaliser = e, normaliser
         self._residuals = self.residuals
         self._keep(network, len(rows.x), rows.columns)

@@ -11,6 +11,7 @@ from fullcp.features.outputs import as_rows
 from fullcp.features.preserve import preserved
 from fullcp.training.chain import Chain
 from fullcp.training.modules import Functional, Loop, stackable
+from fullcp.training.shuffling import drawing
 from fullcp.training.stack import Stack
 
 _PROBE_ROWS = 3
@@ -35,14 +36,23 @@ def _tried(way: type[Chain] | type[Functional], models: Sequence[nn.Module], pro
 
 
 def _agrees(stack: Stack, models: Sequence[nn.Module], probe: Tensor) -> bool:
-    """Whether the stack gives the networks' outputs, the first and last network being asked, and can differentiate."""
+    """Whether the stack gives the outputs of each network, and can differentiate.
+
+    Each is asked: they may differ in what is no weight, a slope or a function among their attributes.
+    """
     f = stack.predict(probe.expand(len(models), *probe.shape))
-    stack.gradients(probe.expand(len(models), *probe.shape), lambda block, f: torch.ones_like(f))
+    with drawing(0, 0, probe.device):  # torch's own random numbers are the user's
+        stack.gradients(probe.expand(len(models), *probe.shape), lambda block, f: torch.ones_like(f))
     stack.grad.zero_()
-    for b in {0, len(models) - 1}:
-        with preserved(models[b]), torch.no_grad():
-            expected = as_rows(models[b](probe), len(probe))
-        share = _AGREEMENT.get(expected.dtype, 5e-2)
-        if not bool((f[b] - expected).abs().amax() <= share * (expected.abs().amax() + 1e-30)):
-            return False
-    return True
+    places: dict[int, list[int]] = {}  # of one module; a stack may hold it many times
+    for b, model in enumerate(models):
+        places.setdefault(id(model), []).append(b)
+    firsts = [found[0] for found in places.values()]
+    one = torch.empty(len(models), dtype=torch.long)
+    for place, found in enumerate(places.values()):
+        one[found] = place
+    with preserved(nn.ModuleList([models[b] for b in firsts])), torch.no_grad():
+        expected = torch.stack([as_rows(models[b](probe), len(probe)) for b in firsts])[one.to(probe.device)]
+    share = _AGREEMENT.get(expected.dtype, 5e-2)
+    size = expected.abs().amax((1, 2))
+    return bool(((f - expected).abs().amax((1, 2)) <= share * (size + 1e-30)).all())

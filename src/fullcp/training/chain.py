@@ -34,6 +34,7 @@ class Chain(Stack):
     """A stack of nn.Sequential networks of nn.Linear layers and elementwise activations."""
 
     name = "batched matrix products"
+    may_draw = False
 
     def __init__(self, models: Sequence[nn.Module]):
         steps = _read(models[0])

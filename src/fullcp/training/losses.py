@@ -89,15 +89,55 @@ class _UserLoss:
         return losses.detach(), g
 
 
-def read_loss(loss: object) -> Any:
+def read_loss(loss: object, name: str = "loss") -> Any:
     """The loss that the user names, or brings."""
-    if loss == "squared":
+    if isinstance(loss, str) and loss == "squared":
         return SquaredLoss()
-    if hasattr(loss, "gradient"):
-        return loss
-    if callable(loss):
-        return _UserLoss(loss)
-    raise TypeError(
-        f"loss must be 'squared' or a callable that takes outputs (..., O) and targets (..., K) and returns one number "
-        f"a row (...), got {loss!r}"
-    )
+    if not callable(loss):
+        raise TypeError(
+            f"{name} must be 'squared' or a callable that takes outputs (..., O) and targets (..., K) and returns one "
+            f"number a row (...), got {loss!r}"
+        )
+    return loss if hasattr(loss, "gradient") else _UserLoss(loss)
+
+
+def wants_same_shape(loss: Any) -> bool:
+    """Whether the targets must have a column an output."""
+    return bool(getattr(loss, "same_shape", False))
+
+
+def check_loss(loss: Any, f: Tensor, y: Tensor) -> None:
+    """Refuse a loss that does not give one number a row, and one gradient an output, for f (B, n, O) and y (B, n, K).
+
+    Broadcast against the weights of the rows, what has another shape would train something else without a word.
+    """
+    check_criterion(loss, f, y, "loss")
+    losses, g = _tried(lambda: loss.gradient(f.clone(), y), f, y, "loss")
+    _check_values(losses, f, "the gradient() of loss")
+    if not isinstance(g, Tensor) or g.shape != f.shape:
+        shape = tuple(g.shape) if isinstance(g, Tensor) else type(g).__name__
+        raise ValueError(f"the gradient() of loss gives {shape} for outputs of shape {tuple(f.shape)}, not theirs")
+
+
+def check_criterion(criterion: Any, f: Tensor, y: Tensor, name: str) -> None:
+    """Refuse a criterion that does not give one number a row; it need have no gradient."""
+    _check_values(_tried(lambda: criterion(f.clone(), y), f, y, name), f, name)
+
+
+def _tried(function: Callable[[], Any], f: Tensor, y: Tensor, name: str) -> Any:
+    try:
+        return function()
+    except Exception as error:  # whatever a user's function may raise
+        raise ValueError(
+            f"{name} cannot be computed for outputs {tuple(f.shape)} and targets {tuple(y.shape)}: {error}"
+        ) from error
+
+
+def _check_values(found: Any, f: Tensor, name: str) -> None:
+    if not isinstance(found, Tensor):
+        raise TypeError(f"{name} must return a tensor, one number a row, got {type(found).__name__}")
+    if found.shape != f.shape[:-1]:
+        raise ValueError(
+            f"{name} returns a tensor of shape {tuple(found.shape)} for outputs of shape {tuple(f.shape)}; wanted is "
+            f"{tuple(f.shape[:-1])}, one number a row: use reduction='none' and sum over the last dimension"
+        )

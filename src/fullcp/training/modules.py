@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, stack_module_state, vmap
 
 from fullcp.features.outputs import as_rows
+from fullcp.training.identity import identity_of_networks
 from fullcp.training.stack import ALL, LossGradient, NotStackableError, Stack, trainable
 
 
@@ -187,7 +188,8 @@ def _set_buffers(module: nn.Module, values: Sequence[Tensor]) -> None:
 def stackable(models: Sequence[nn.Module], x: Tensor) -> None:
     """Refuse networks that torch.func cannot run side by side, as a trial in training mode on rows x (n, ...) shows.
 
-    BatchNorm writes to its buffers, and would count rows that only fill up a batch.
+    BatchNorm writes to its buffers, and would count rows that only fill up a batch. Networks that act otherwise in
+    training than in evaluation, where all of them are tried, must not differ in a constant: a rate of dropout, say.
     """
     first = models[0]
     if len({tuple(p.shape for p in model.parameters()) for model in models}) > 1:
@@ -197,6 +199,15 @@ def stackable(models: Sequence[nn.Module], x: Tensor) -> None:
     trial = copy.deepcopy(first).train()
     before = [buffer.clone() for buffer in trial.buffers()]
     with torch.random.fork_rng(), torch.no_grad():
-        trial(x)
-    if any(not torch.equal(a, b) for a, b in zip(before, trial.buffers(), strict=True)):
-        raise NotStackableError("a buffer changes in training")
+        state = _random_state(x.device)
+        trained = trial(x)
+        draws = not torch.equal(state, _random_state(x.device))
+        if any(not torch.equal(a, b) for a, b in zip(before, trial.buffers(), strict=True)):
+            raise NotStackableError("a buffer changes in training")
+        same = not draws and torch.equal(trained, trial.eval()(x))
+    if not same and len({identity_of_networks([model]) for model in {id(m): m for m in models}.values()}) > 1:
+        raise NotStackableError("the networks differ in more than their weights")
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -74,6 +74,7 @@ class OnlineTuning:
     epochs : of the training.
     """
 
+    criterion: ClassVar[str] = "the marginal likelihood"
     patience: ClassVar[None] = None
 
     def __init__(self, networks: int, groups: int, epochs: int, schedule: Schedule, device: torch.device):
@@ -92,7 +93,10 @@ class OnlineTuning:
         return self.schedule.due(epoch)
 
     def look(self, progress: Progress) -> Tensor:
-        """Tune, and give minus the log marginal likelihood (B,)."""
+        """Tune, and give minus the log marginal likelihood (B,).
+
+        A network whose curvature is singular keeps its l2 and noise this time, and has the value inf.
+        """
         rates = self.schedule.rates(self._epoch, self.epochs)
         values = []
         for block in self._blocks(progress):

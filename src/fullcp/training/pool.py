@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from fullcp.features import Network
 from fullcp.inputs import ModelTraits, check_outputs, model_traits, read_rows
@@ -48,7 +49,7 @@ def read_pool(
     Parameters
     ----------
     models : networks of one architecture.
-    data : a pair (X, y) that all networks share, or one pair a network
+    data : a pair (X, y) or a DataLoader that all networks share, or a list of one a network
     same_shape : whether the targets must have a column an output.
     like : a pool whose rows and targets have the shape that is wanted.
     """
@@ -59,11 +60,12 @@ def read_pool(
     ys: list[Tensor] = []
     total = 0
     expected = None if like is None else (tuple(like.x.shape[1:]), like.y.shape[1])
+    shared = len({(id(X), id(y)) for X, y in pairs}) == 1
     for b, (X, y) in enumerate(pairs):
         key = (id(X), id(y))
         if key in offsets:
             continue
-        own = "" if len(pairs) == 1 or all(pair is pairs[0] for pair in pairs) else f" of network {b}"
+        own = "" if shared else f" of network {b}"
         rows = read_rows(X, y, traits, x_name=f"X{own}", y_name=f"y{own}")
         assert rows.y is not None
         shapes = (tuple(rows.x.shape[1:]), rows.y.shape[1])
@@ -90,17 +92,23 @@ def read_pool(
 
 
 def pairs_of(data: Any, networks: int, name: str) -> list[tuple[Any, Any]]:
-    """One pair a network."""
+    """One pair a network; a DataLoader stands for its inputs and targets, and is the first of its pair."""
+    if isinstance(data, DataLoader):
+        return [(data, None)] * networks
     if not isinstance(data, (tuple, list)) or not data:
-        raise TypeError(f"{name} must be a pair (X, y), or a list of one pair a network, got {type(data).__name__}")
-    if isinstance(data, tuple) and len(data) == 2:
+        raise TypeError(
+            f"{name} must be a pair (X, y) or a DataLoader, or a list of one of these a network, got "
+            f"{type(data).__name__}"
+        )
+    if isinstance(data, tuple) and len(data) == 2 and not all(isinstance(part, DataLoader) for part in data):
         return [data] * networks
     if len(data) != networks:
         raise ValueError(f"{name} must be one pair (X, y) a network: there are {networks} networks, {len(data)} pairs")
-    for b, pair in enumerate(data):
+    pairs = [(pair, None) if isinstance(pair, DataLoader) else pair for pair in data]
+    for b, pair in enumerate(pairs):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"{name}[{b}] must be a pair (X, y), got {type(pair).__name__}")
-    return [tuple(pair) for pair in data]
+            raise TypeError(f"{name}[{b}] must be a pair (X, y) or a DataLoader, got {type(pair).__name__}")
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 def _common_traits(models: Sequence[nn.Module]) -> ModelTraits:

@@ -12,6 +12,7 @@ folds: 1.57 against 1.45; the paper has 1.594 with a standard error of 0.016.)
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from fullcp.training.adam import Adam
 from fullcp.training.graphs import Recorded
 from fullcp.training.pool import Pool
-from fullcp.training.shuffling import Step, permutations, plan
+from fullcp.training.shuffling import Step, drawing, permutations, plan
 from fullcp.training.stack import Stack
 from fullcp.training.watch import Watch
 
@@ -58,16 +59,17 @@ class Divergence:
     ----------
     epoch, step : counted from 0; the step within the epoch.
     learning_rate : at that step.
+    what : "the loss", or the criterion that never was finite, up to that step.
     """
 
     epoch: int
     step: int
     learning_rate: float
+    what: str = "the loss"
 
     def __str__(self) -> str:
-        return (
-            f"the loss is not finite in epoch {self.epoch}, step {self.step} (learning rate {self.learning_rate:.3g})"
-        )
+        found = "is not finite in" if self.what == "the loss" else "was not finite once up to"
+        return f"{self.what} {found} epoch {self.epoch}, step {self.step} (learning rate {self.learning_rate:.3g})"
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Run:
         self.stack, self.pool, self.loss, self.recipe, self.watch = stack, pool, loss, recipe, watch
         self.l2, self.noise, self.seeds = l2, noise, seeds
         self._given_noise = noise.clone()
+        self._first_seed = int(seeds[0])
         self.adam = Adam(stack.theta)
         self.epoch = 0
         total = len(stack)
@@ -141,7 +144,8 @@ class Run:
         sizes, roots = self.adam.coefficients(rate, self._active)
         self._sizes.copy_(sizes, non_blocking=True)
         self._roots.copy_(roots, non_blocking=True)
-        self._epoch()
+        with self._drawing():
+            self._epoch()
         self._window.append(self._step_losses.clone())
         self.epoch += 1
         due = self.watch is not None and self.watch.due(self.epoch)
@@ -151,6 +155,10 @@ class Run:
             self._look()
         if self.finished:
             self._retire(torch.ones(len(self.alive), dtype=torch.bool))
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Random numbers of this epoch for layers that draw some, all networks from the stream of the first seed."""
+        return drawing(self._first_seed, self.epoch, self.stack.theta.device) if self.stack.may_draw else nullcontext()
 
     # The steps of an epoch
 
@@ -266,9 +274,21 @@ class Run:
                 self._retire(done)
 
     def _retire(self, done: Tensor) -> None:
-        """Networks chosen by a mask (B,) train no more: take their weights, the best ones if a watch judged them."""
+        """Networks chosen by a mask (B,) train no more: take their weights, the best ones if a watch judged them.
+
+        What a watch looked at without finding one finite value counts as diverged.
+        """
         judged = torch.isfinite(self._best)
-        taken = {b: self.stack.weights(b) for b in (done & ~judged).nonzero()[:, 0].tolist()}
+        taken: dict[int, list[Tensor]] = {}
+        for b in (done & ~judged).nonzero()[:, 0].tolist():
+            if self.watch is None:
+                taken[b] = self.stack.weights(b)
+                continue
+            last = self.epoch - 1
+            divergence = Divergence(last, len(self.steps) - 1, self.recipe.rate(last), self.watch.criterion)
+            self.outcomes[int(self.alive[b])] = Outcome(
+                None, self.l2[b].clone(), float(self.noise[b]), self.epoch, None, None, divergence
+            )
         if (done & judged).any():
             present = {name: value.clone() for name, value in self.stack.state().items()}
             self.stack.recall()

@@ -6,10 +6,14 @@ state: a network meets its rows in the same order alone or among others, on any 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fullcp.features.preserve import BORROWING
 
 _FACTOR = -0x40A7B892E31B1A47
 
@@ -56,6 +60,19 @@ def _mixed(z: Tensor) -> Tensor:
 def _shifted(z: Tensor, bits: int) -> Tensor:
     """The logical shift to the right: torch's keeps the sign."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+@contextmanager
+def drawing(seed: int, epoch: int, device: torch.device) -> Iterator[None]:
+    """What layers such as dropout draw in here depends on seed and epoch alone; torch's own state is left alone."""
+    stream = int(_mixed(_mixed(torch.tensor(seed)) + epoch))
+    # The generator belongs to all threads; who borrows a network puts it back to what it was, and so waits too.
+    with BORROWING, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(stream)  # torch.manual_seed would touch the generators of all devices
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(stream)
+        yield
 
 
 @dataclass(frozen=True)

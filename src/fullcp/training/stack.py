@@ -32,6 +32,7 @@ class Stack(ABC):
     """
 
     name: str
+    may_draw = True  # whether its networks may use random numbers in training
 
     def __init__(self, models: Sequence[nn.Module]):
         self.models = list(models)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,16 @@ from torch import Tensor, nn
 from fullcp.curvature import expand_l2
 from fullcp.inputs import check_positive_int
 from fullcp.progress import track
+from fullcp.training.arguments import per_network, read_models, read_noise, read_rates, read_seeds
 from fullcp.training.build import build_stack
-from fullcp.training.checkpoint import Checkpoint
-from fullcp.training.losses import read_loss
+from fullcp.training.checkpoint import Checkpoint, read_path
+from fullcp.training.losses import SquaredLoss, check_criterion, check_loss, read_loss, wants_same_shape
 from fullcp.training.online import OnlineTuning, Schedule
 from fullcp.training.pool import Pool, read_pool
 from fullcp.training.run import Divergence, Outcome, Recipe, Run
 from fullcp.training.stack import trainable
 from fullcp.training.threads import one_thread_if_small
-from fullcp.training.watch import Validation, Watch
+from fullcp.training.watch import Validation, Watch, probe
 
 
 class DivergenceWarning(UserWarning):
@@ -45,6 +45,7 @@ class Training:
     best_epoch : after how many epochs the weights are those of now; None: the last.
     best : the criterion there: the validation loss, or minus the log marginal likelihood.
     divergence : where the loss ceased to be finite, None if it did not. Such a network has the weights it came with.
+    tuned : whether l2 and the noise were tuned during training.
     """
 
     losses: list[float]
@@ -54,11 +55,12 @@ class Training:
     best_epoch: int | None = None
     best: float | None = None
     divergence: Divergence | None = None
+    tuned: bool = False
 
     @property
     def log_marginal_likelihood(self) -> float | None:
         """Of the weights and hyperparameters kept, where l2 was tuned during training."""
-        return -self.best if self.best is not None and isinstance(self.l2, np.ndarray) else None
+        return -self.best if self.best is not None and self.tuned else None
 
 
 def train(
@@ -75,6 +77,7 @@ def train(
     loss: Any = "squared",
     validation: Any = None,
     patience: int | None = None,
+    criterion: Any = None,
     tuning: Schedule | None = None,
     checkpoint: str | Path | None = None,
 ) -> Training:
@@ -97,17 +100,20 @@ def train(
         The last, smaller batch of an epoch is used too; a single row joins the batch before.
     learning_rate : (first, last)
         The ends of a cosine schedule over the epochs.
-    seed : of the order of the rows.
+    seed : of the order of the rows, and of what layers such as dropout draw; torch's own state is left alone.
     loss : "squared", or a callable
         Takes outputs (..., O) and targets (..., K) and returns the loss of each row (...), in place of 1/2 |y - f|^2.
-    validation : (X, y)
+    validation : (X, y), or a DataLoader
         Rows that do not train: the weights with the smallest loss on them are kept.
     patience : int
         Stop after so many epochs without a smaller validation loss.
+    criterion : "squared", or a callable
+        What to judge by on the validation rows in place of `loss`: takes and returns the same, and needs no gradient.
     tuning : `Schedule`
         When and how long "marglik" tunes.
     checkpoint : path
-        A file that is written every ten seconds: the same call after an interruption goes on from there.
+        A file that is written every ten seconds: the same call after an interruption goes on from there. It knows the
+        networks, the loss with all that it refers to, the data and the settings, and serves no other run.
 
     Examples
     --------
@@ -128,6 +134,7 @@ def train(
         loss=loss,
         validation=validation,
         patience=patience,
+        criterion=criterion,
         tuning=tuning,
         checkpoint=checkpoint,
     )
@@ -149,24 +156,27 @@ def train_ensemble(
     loss: Any = "squared",
     validation: Any = None,
     patience: int | None = None,
+    criterion: Any = None,
     tuning: Schedule | None = None,
     checkpoint: str | Path | None = None,
 ) -> list[Training]:
     """Train many networks of one architecture at once, each as `train` would train it alone.
 
-    A hundred small networks take some thirty times less than one after the other.
+    A hundred small networks take some twenty times less than one after the other.
 
     Parameters
     ----------
     models : list of B modules of one architecture, each with its own initial weights; see `replicate`.
-    data : (X, y), or list of B such pairs
-        A tuple of two is the data of all networks, a list holds a pair a network.
+    data : (X, y) or a DataLoader, or list of B of these
+        A tuple of two is the data of all networks, a list holds a pair or DataLoader a network.
     l2 : float, array of one value per parameter tensor or per parameter, or "marglik"; or a list of B of these numbers
         A list holds a penalty a network; what goes for all networks is a number, array or tensor.
     noise : float, or sequence of B floats
     seed : int, or sequence of B ints
-        Of the order of the rows; from one number s network b takes s + b.
-    validation : (X, y), or list of B such pairs
+        Of the order of the rows; from one number s network b takes s + b. What layers such as dropout draw comes from
+        one stream for all, begun by the first of the seeds: the same call gives the same networks, but a network with
+        dropout is not the one that trained alone, as all others are to rounding.
+    validation : (X, y) or a DataLoader, or list of B of these
 
     The other parameters are those of `train`.
 
@@ -184,11 +194,11 @@ def train_ensemble(
     >>> len(runs)
     3
     """
-    models = list(models)
+    models = read_models(models)
     runs = run_all(
         models,
         data,
-        l2=_per_network("l2", l2, len(models)),
+        l2=per_network("l2", l2, len(models)),
         noise=noise,
         epochs=epochs,
         batch_size=batch_size,
@@ -197,6 +207,7 @@ def train_ensemble(
         loss=loss,
         validation=validation,
         patience=patience,
+        criterion=criterion,
         tuning=tuning,
         checkpoint=checkpoint,
     )
@@ -222,6 +233,7 @@ def run_all(
     loss: Any = "squared",
     validation: Any = None,
     patience: int | None = None,
+    criterion: Any = None,
     tuning: Schedule | None = None,
     checkpoint: str | Path | None = None,
 ) -> list[Training]:
@@ -229,16 +241,24 @@ def run_all(
     recipe = Recipe(
         check_positive_int("epochs", epochs), check_positive_int("batch_size", batch_size), read_rates(learning_rate)
     )
-    _check_models(models)
+    models = read_models(models)
+    checkpoint = None if checkpoint is None else read_path(checkpoint)
     loss = read_loss(loss)
-    seeds = _read_seeds(seed, len(models))
-    noises = _read_noise(noise, len(models))
-    pool = read_pool(models, data, same_shape=loss.same_shape)
+    seeds = read_seeds(seed, len(models))
+    noises = read_noise(noise, len(models))
+    pool = read_pool(models, data, same_shape=wants_same_shape(loss))
     tuned = any(isinstance(value, str) for value in l2)
     penalty = _expand(l2, models, pool.x.device)
-    watch = _read_watch(models, pool, loss, validation, patience, tuned, tuning, recipe)
+    judge = loss if criterion is None else read_loss(criterion, "criterion")
+    watch = _read_watch(models, pool, loss, judge, validation, patience, tuned, tuning, recipe)
+    stack = build_stack(models, pool.x)
+    check_loss(loss, *probe(stack, pool))
+    if criterion is not None:
+        if validation is None:
+            raise ValueError("criterion needs validation=(X, y): rows to judge by")
+        check_criterion(judge, *probe(stack, pool), "criterion")
     run = Run(
-        build_stack(models, pool.x),
+        stack,
         pool,
         loss=loss,
         l2=penalty,
@@ -247,7 +267,7 @@ def run_all(
         seeds=seeds.to(pool.x.device),
         watch=watch,
     )
-    complete(run, checkpoint, {"loss": repr(loss), "patience": patience, "tuning": repr(tuning), "tuned": tuned})
+    complete(run, checkpoint)
     outcomes = [run.outcomes[b] for b in range(len(models))]
     for model, outcome in zip(models, outcomes, strict=True):
         if outcome.weights is not None:
@@ -255,12 +275,9 @@ def run_all(
     return [_training(run, b, outcome, l2[b]) for b, outcome in enumerate(outcomes)]
 
 
-def complete(run: Run, checkpoint: str | Path | None = None, settings: dict[str, Any] | None = None) -> None:
+def complete(run: Run, checkpoint: str | Path | None = None) -> None:
     """Train to the end, from where the file of an earlier call left off."""
-    file = None
-    if checkpoint is not None:
-        facts = {**(settings or {}), "recipe": [*vars(run.recipe).values()]}
-        file = Checkpoint(checkpoint, run, facts)
+    file = None if checkpoint is None else Checkpoint(checkpoint, run)
     left = run.recipe.epochs - run.epoch
     with one_thread_if_small(len(run.stack) * min(run.recipe.batch_size, run.pool.width) * run.stack.size):
         for _ in track(range(left), "training", left):
@@ -274,17 +291,19 @@ def complete(run: Run, checkpoint: str | Path | None = None, settings: dict[str,
 def _training(run: Run, b: int, outcome: Outcome, given: Any) -> Training:
     """What the user is told of network b."""
     l2 = given
-    if isinstance(given, str):
+    tuned = isinstance(given, str)
+    if tuned:
         l2 = np.array([part[0].item() for part in torch.split(outcome.l2, run.stack.sizes)])
     losses = run.losses[: outcome.epochs, b].tolist()
-    found = Training(losses, l2, outcome.noise, outcome.epochs, outcome.best_epoch, outcome.criterion)
-    return found if outcome.divergence is None else replace(found, divergence=outcome.divergence)
+    best = outcome.best_epoch, outcome.criterion
+    return Training(losses, l2, outcome.noise, outcome.epochs, *best, divergence=outcome.divergence, tuned=tuned)
 
 
 def _read_watch(
     models: list[nn.Module],
     pool: Pool,
     loss: Any,
+    criterion: Any,
     validation: Any,
     patience: int | None,
     tuned: bool,
@@ -297,17 +316,19 @@ def _read_watch(
             raise ValueError("patience needs validation=(X, y): rows that say when to stop")
     if tuning is not None and not isinstance(tuning, Schedule):
         raise TypeError(f"tuning must be a Schedule, got {type(tuning).__name__}")
+    if tuning is not None and not tuned:
+        raise ValueError("tuning says when l2='marglik' is tuned, and l2 is given: leave one of them out")
     if tuned:
         if validation is not None:
             raise ValueError("validation and l2='marglik' both choose the weights to keep: give one of them")
-        if not loss.same_shape:
+        if not isinstance(loss, SquaredLoss):
             raise ValueError("l2='marglik' needs loss='squared': the marginal likelihood is that of Gaussian noise")
         groups = len(trainable(models[0]))
         return OnlineTuning(len(models), groups, recipe.epochs, tuning or Schedule(), pool.x.device)
     if validation is None:
         return None
-    held = read_pool(models, validation, same_shape=loss.same_shape, name="validation", like=pool)
-    return Validation(held, loss, patience=patience)
+    held = read_pool(models, validation, same_shape=wants_same_shape(criterion), name="validation", like=pool)
+    return Validation(held, criterion, patience=patience)
 
 
 def _expand(l2: list[Any], models: list[nn.Module], device: torch.device) -> Tensor:
@@ -320,55 +341,3 @@ def _expand(l2: list[Any], models: list[nn.Module], device: torch.device) -> Ten
     elif any(isinstance(value, str) for value in l2):
         raise ValueError("l2='marglik' goes for all networks or for none")
     return torch.stack([expand_l2(value, trainable(model), device) for value, model in zip(l2, models, strict=True)])
-
-
-def _per_network(name: str, value: Any, networks: int) -> list[Any]:
-    """One value a network: lists and tuples hold one each, all else goes for all."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * networks
-    if len(value) != networks:
-        raise ValueError(f"{name} has {len(value)} values for {networks} networks (an array or tensor goes for all)")
-    return list(value)
-
-
-def _check_models(models: list[nn.Module]) -> None:
-    if not models:
-        raise ValueError("models is empty")
-    for model in models:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"models must be torch modules, got {type(model).__name__}")
-    if len({id(model) for model in models}) < len(models):
-        raise ValueError("models holds the same module twice: each network needs its own, see replicate")
-
-
-def _read_seeds(seed: Any, networks: int) -> Tensor:
-    if isinstance(seed, Integral) and not isinstance(seed, bool):
-        return torch.arange(networks) + int(seed)
-    if isinstance(seed, (bool, str)) or not np.iterable(seed):
-        raise TypeError(f"seed must be a whole number, or one a network, got {seed!r}")
-    values = list(seed)
-    if len(values) != networks:
-        raise ValueError(f"seed has {len(values)} values for {networks} networks")
-    if not all(isinstance(value, Integral) for value in values):
-        raise TypeError(f"seed must hold whole numbers, got {values[0]!r}")
-    return torch.tensor([int(value) for value in values])
-
-
-def _read_noise(noise: Any, networks: int) -> Tensor:
-    values = [noise] * networks if isinstance(noise, Real) else list(noise)
-    if len(values) != networks:
-        raise ValueError(f"noise has {len(values)} values for {networks} networks")
-    if not all(isinstance(v, Real) and 0 < float(v) < float("inf") for v in values):
-        raise ValueError(f"noise must be positive and finite, got {noise!r}")
-    return torch.tensor([float(v) for v in values], dtype=torch.float64)
-
-
-def read_rates(learning_rate: Any) -> tuple[float, float]:
-    """The ends of a schedule."""
-    try:
-        first, last = (float(rate) for rate in learning_rate)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"learning_rate must be two numbers, (first, last), got {learning_rate!r}") from error
-    if not 0 < last <= first < float("inf"):
-        raise ValueError(f"learning_rate must be (first, last) with 0 < last <= first, got {learning_rate!r}")
-    return first, last

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ class Watch(Protocol):
 
     Attributes
     ----------
+    criterion : what the value is, in words.
     patience : after how many evaluations without a better value a network stops; None: never.
     """
+
+    criterion: ClassVar[str]
 
     @property
     def patience(self) -> int | None:
@@ -36,7 +39,7 @@ class Watch(Protocol):
         """Whether to look after this many epochs."""
 
     def look(self, progress: Progress) -> Tensor:
-        """The criterion of each network, (B,); lower is better."""
+        """The criterion of each network, (B,); lower is better, and infinite where there is no value."""
 
     def keep(self, which: Tensor) -> None:
         """Go on with some of the networks."""
@@ -50,6 +53,8 @@ class Watch(Protocol):
 
 class Validation:
     """The mean loss on rows that do not train."""
+
+    criterion: ClassVar[str] = "the validation loss"
 
     def __init__(self, pool: Pool, loss: Any, *, patience: int | None = None, every: int = 1):
         self.pool = pool
@@ -75,6 +80,13 @@ class Validation:
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Nothing was remembered."""
+
+
+def probe(stack: Stack, pool: Pool) -> tuple[Tensor, Tensor]:
+    """Outputs f (2, 3, O) and targets y (2, 3, K) of a few rows, to try a loss on: no two sizes are alike by chance."""
+    places = pool.rows[:, torch.arange(3, device=pool.rows.device) % pool.width]
+    f, y = stack.predict(pool.x[places])[:1], pool.y[places][:1]
+    return f.repeat(2, 1, 1), y.repeat(2, 1, 1)
 
 
 def mean_loss(stack: Stack, pool: Pool, loss: Any, *, chunk: int = 2048) -> Tensor:

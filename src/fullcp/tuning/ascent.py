@@ -3,6 +3,9 @@
 The steps are small, so gamma hardly changes from one to the next: where it takes a factorisation, it is taken exactly
 every few steps and by its first-order expansion in log l2 in between. Where the ascent comes to rest does not change by
 that, since the expansion is exact at the point about which it is made.
+
+Precisions and variances stay within the bounds of the search on a trained network: without noise in the data, the
+likelihood of an interpolating network rises without end.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fullcp.tuning.evidence import Evidence, penalty
+from fullcp.tuning.evidence import BOUND, Evidence, penalty
 from fullcp.tuning.forms import Form
 
 ALL = slice(None)
@@ -67,6 +70,9 @@ class Ascent:
     def climb(self, evidence: Evidence, rates: Sequence[float], at: slice = ALL) -> Tensor:
         """One step of Adam for each learning rate; the log marginal likelihood (b,) at the end, which is exact.
 
+        A network that has no value somewhere on its way, because H is singular there, stays where it is, with the value
+        -inf; the others climb.
+
         Parameters
         ----------
         evidence : of the networks `at`.
@@ -74,13 +80,21 @@ class Ascent:
         at : a block of networks.
         """
         self._theta = self._theta.clone()  # what was read before stays
+        before = [part[at].clone() for part in self._parts()]
         gamma = _EffectiveParameters(evidence.form, self.reach)
+        climbs = torch.ones_like(self.log_noise[at], dtype=torch.bool)
         for rate in rates:
             log_precision, log_variance = self.log_precision[at], 2 * self.log_noise[at]
             found = gamma(log_precision + log_variance.unsqueeze(1), rate)
             in_log_precision, in_log_variance = evidence.gradient(log_precision, log_variance, found)
-            self._step(torch.cat([in_log_precision, 2 * in_log_variance.unsqueeze(1)], 1), rate, at)
-        return evidence.value(self.log_precision[at], 2 * self.log_noise[at])
+            gradient = torch.cat([in_log_precision, 2 * in_log_variance.unsqueeze(1)], 1)
+            climbs &= gradient.isfinite().all(1)
+            self._step(gradient, rate, at)
+        value = evidence.value(self.log_precision[at], 2 * self.log_noise[at])
+        climbs &= value.isfinite()
+        for part, kept in zip(self._parts(), before, strict=True):
+            part[at] = torch.where(climbs.unsqueeze(1), part[at], kept)
+        return torch.where(climbs, value, -torch.inf)
 
     def keep(self, indices: Tensor | Sequence[int]) -> None:
         """Go on with some of the networks, in the order given."""
@@ -109,7 +123,13 @@ class Ascent:
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         spread = second.sqrt() / (1 - beta2**steps).sqrt() + _EPS
-        self._theta[at] += rate / (1 - beta1**steps) * first / spread
+        theta = self._theta[at]
+        theta += rate / (1 - beta1**steps) * first / spread
+        theta[:, :-1].clamp_(-BOUND, BOUND)
+        theta[:, -1].clamp_(-BOUND / 2, BOUND / 2)  # of the standard deviation
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._theta, self._first, self._second, self._steps
 
 
 class _EffectiveParameters:

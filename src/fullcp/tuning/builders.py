@@ -149,7 +149,8 @@ def _form_of_kernels(K: Tensor, sizes: list[int]) -> Form:
 
 def _spectral(matrix: Tensor, sizes: list[int]) -> Spectral:
     """Of S or of the one kernel (B, n, n), whose eigenvalues other than 0 are the same."""
-    eigenvalues = torch.linalg.eigvalsh(matrix)
+    known = matrix.isfinite().all(2).all(1)[:, None, None]  # LAPACK would refuse all of them for one
+    eigenvalues = torch.linalg.eigvalsh(matrix.where(known, 0.0)).where(known[:, 0], torch.nan)
     return Spectral(eigenvalues, torch.zeros(eigenvalues.shape[1], dtype=torch.long, device=matrix.device), sizes)
 
 

@@ -13,7 +13,8 @@ gamma_g = D_g - d_g tr_g(A^-1):
     d / d log v   = 1/2 (|e|^2 / v - n + sum_g gamma_g)
 
 `fullcp.tuning.forms` has log det A and gamma, for every structure of S, in the terms of the predictors: l2 = v d and
-H = S + diag(l2) = v A. B networks are evaluated at once, each with precisions and noise of its own.
+H = S + diag(l2) = v A. B networks are evaluated at once, each with precisions and noise of its own; where H is singular
+in float64, value and gradient of that network are NaN.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ import torch
 from torch import Tensor
 
 from fullcp.tuning.forms import Form
+
+# Precisions and variances are looked for from exp(-16) to exp(16): wide enough for standardised data, narrow enough for
+# float64.
+BOUND = 16.0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ With S = sum_i phi_i phi_i^T, one penalty l2_g for each group g of D_g parameter
 In the precisions d and the noise variance v of the Laplace approximation l2 = v d. Since A = S / v + diag(d) is H / v,
 gamma depends on v and d through l2 alone: d gamma_g / d log d_k = J_gk and d gamma_g / d log v = sum_k J_gk.
 
-All algebra is float64 and nothing is added to a matrix that cannot be factorised.
+All algebra is float64 and nothing is added to a matrix that cannot be factorised: its network gets NaN, the others
+what is theirs.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from fullcp.curvature import NotPositiveDefiniteError
 
 
 class Form(Protocol):
@@ -140,7 +139,7 @@ class Gram:
     def _factor(self, l2: Tensor, at: slice) -> Tensor:
         H = self.S[at].clone()
         H.diagonal(dim1=1, dim2=2).add_(l2[at][:, self._group])
-        return _cholesky(H, l2, at)
+        return _cholesky(H)
 
 
 class Kernels:
@@ -190,7 +189,7 @@ class Kernels:
     def _factor(self, l2: Tensor, at: slice) -> Tensor:
         G = torch.einsum("bgij,bg->bij", self.K[at], 1 / l2[at])
         G.diagonal(dim1=1, dim2=2).add_(1.0)
-        return _cholesky(G, l2, at)
+        return _cholesky(G)
 
 
 class Repeated:
@@ -282,14 +281,8 @@ def _log_det(L: Tensor) -> Tensor:
     return 2 * L.diagonal(dim1=1, dim2=2).log().sum(1)
 
 
-def _cholesky(H: Tensor, l2: Tensor, at: slice) -> Tensor:
-    """Lower factors of H (b, n, n), those of the networks `at`."""
+def _cholesky(H: Tensor) -> Tensor:
+    """Lower factors of H (b, n, n); NaN where there is none."""
     L, info = torch.linalg.cholesky_ex(H)
-    if bool(info.any()):
-        b = at.start + int(info.nonzero()[0])
-        penalties = ", ".join(f"{value:.3g}" for value in l2[b].tolist())
-        raise NotPositiveDefiniteError(
-            f"the marginal likelihood of network {b} (of {len(l2)}, from 0) has no value at l2 = noise^2 x precision = "
-            f"[{penalties}]: S + diag(l2) is singular in float64, the smallest l2 is too small for its gradients"
-        )
-    return L
+    bad = (info > 0) | ~L.diagonal(dim1=1, dim2=2).isfinite().all(1)  # the root of an infinite pivot is one
+    return L.masked_fill(bad[:, None, None], torch.nan) if bool(bad.any()) else L

@@ -10,14 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fullcp.curvature import low_rank_error, low_rank_ranks, read_structure
+from fullcp.curvature import NotPositiveDefiniteError, low_rank_error, low_rank_ranks, read_structure
 from fullcp.features import FeatureRows
 from fullcp.tuning.builders import evidence_of
-from fullcp.tuning.evidence import Evidence
+from fullcp.tuning.evidence import BOUND, Evidence, penalty
 from fullcp.tuning.leave_one_out import leave_one_out_scale
 
-# exp(-16) to exp(16) in precision and variance: wide enough for standardised data, narrow enough for float64.
-_BOUND = 16.0
 _MOST_FOR_LAYERS = 2000  # each value takes a Cholesky and an inverse of this size, some 0.3 s on two cores
 
 
@@ -81,10 +79,16 @@ def _maximise(evidence: Evidence, e: Tensor, structure: str) -> Tuning:
     def objective(x: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         at = torch.from_numpy(x).to(e.device)
         found = evidence(at[None, :-1], at[-1:])
+        if not bool(found.value.isfinite()):
+            l2 = ", ".join(f"{value:.3g}" for value in penalty(at[None, :-1], at[-1:])[0].tolist())
+            raise NotPositiveDefiniteError(
+                f"the marginal likelihood has no value at l2 = noise^2 x precision = [{l2}]: S + diag(l2) is singular "
+                "in float64, the smallest l2 is too small for its gradients"
+            )
         gradient = torch.cat([found.in_log_precision[0], found.in_log_variance])
         return -float(found.value), -gradient.cpu().numpy()
 
-    best = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=[(-_BOUND, _BOUND)] * len(start))
+    best = minimize(objective, start, jac=True, method="L-BFGS-B", bounds=[(-BOUND, BOUND)] * len(start))
     variance = float(np.exp(best.x[-1]))
     l2 = variance * np.exp(best.x[:-1])
     return Tuning(l2, variance**0.5, -float(best.fun), int(best.nfev), structure)

@@ -3,12 +3,13 @@
 from fullcp.vision.detector import BoxHeads, Detector, seeded, small_backbone
 from fullcp.vision.finetune import finetune, outputs, pooled_features
 from fullcp.vision.heads import apply_heads, train_heads
-from fullcp.vision.recipe import Recipe, detection_loss
+from fullcp.vision.recipe import DivergedError, Recipe, detection_loss
 from fullcp.vision.vgg import VGG19Features, balance, load_vgg19, normalized
 
 __all__ = [
     "BoxHeads",
     "Detector",
+    "DivergedError",
     "Recipe",
     "VGG19Features",
     "apply_heads",

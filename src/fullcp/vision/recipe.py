@@ -12,6 +12,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
 from fullcp.inputs import check_positive_int
 
 
+class DivergedError(RuntimeError):
+    """The loss of a detector is no longer finite; the message says which, and what to do."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The paper's recipe, but for the number of epochs where time is short.
@@ -70,4 +74,4 @@ def check_converging(loss: Tensor, epoch: int, names: list[str]) -> None:
     bad = (~loss.isfinite()).nonzero()[:, 0].tolist()
     if bad:
         who = ", ".join(names[i] for i in bad)
-        raise RuntimeError(f"training of {who} diverged in epoch {epoch + 1}: take a smaller learning_rate")
+        raise DivergedError(f"training of {who} diverged in epoch {epoch + 1}: take a smaller learning_rate")
