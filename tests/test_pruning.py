@@ -19,6 +19,7 @@ from fullcp import engine as engine_module
 from fullcp import grouping, pruning
 from fullcp.curvature.base import EVERY, Query
 from fullcp.engine import Engine
+from fullcp.features import Jacobian
 from fullcp.features.recent import RecentRows
 from fullcp.influence import SCORES, absolute_changepoints, changepoint_bounds, signed_changepoints
 
@@ -363,3 +364,24 @@ def test_the_informed_split_prunes_too(curvature, residuals):
     with patch.object(cp._engine, "prunes", False):
         torch.testing.assert_close(found, cp.predict_interval(X_new, [0.5, 0.9, 0.99]).intervals, rtol=1e-8, atol=0)
         assert torch.equal(p, cp.p_value(X_new, y_new))
+
+
+def test_rows_that_are_not_held_are_computed_for_many_points_at_once(monkeypatch):
+    """In 5 MB, changepoints come for a few points at a time, but their cross leverages for all of the group."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 60), torch.nn.Tanh(), torch.nn.Linear(60, 1))
+    X, y, X_new = torch.randn(6000, 20), torch.randn(6000), torch.randn(24, 20)
+    cp = fullcp.FullConformalRegressor(model, "kfac", l2=1.0, memory="5MB").conformalize(X, y)
+    rows, gradients = [], Jacobian.__call__
+
+    def counted(jacobian, x):
+        rows.append(len(x))
+        return gradients(jacobian, x)
+
+    monkeypatch.setattr(Jacobian, "__call__", counted)
+    small = cp.predict_interval(X_new, 0.9).intervals
+    monkeypatch.undo()
+    whole = fullcp.FullConformalRegressor(model, "kfac", l2=1.0).conformalize(X, y).predict_interval(X_new, 0.9)
+    torch.testing.assert_close(small, whole.intervals)
+    assert sum(rows) < 2000  # and twice as many where each part of the points asks for itself
+    assert len(rows) < 80

@@ -108,11 +108,10 @@ class Engine:
         for o in range(y.shape[1]):
             for points, around in self._surroundings(o, query.of_one.leverage[:, 0, 0], f[:, o], y[:, o]):
                 rows = None if around is None else around.rows
-                for some in self.parts(torch.arange(len(points), device=points.device), rows):
+                for some, lower, upper in self._changepoints(o, query.of_one, points, rows):
                     at = points[some]
-                    ends = self._changepoints(o, query.of_one, at, rows)
                     others = (0, 0) if around is None else around.others(some, len(self.e))
-                    p[at, o] = value(*ends, f[at, o], y[at, o], others)
+                    p[at, o] = value(lower, upper, f[at, o], y[at, o], others)
         return p
 
     def score_lines(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,8 +134,8 @@ class Engine:
         ends, rays = h.new_empty(len(h), 2, len(ranks)), torch.zeros_like(h, dtype=torch.bool)
         for points, window in self._windows(o, h, ranks):
             rows = None if window is None else window.rows
-            for some in self.parts(points, rows):
-                lower, upper = self._changepoints(o, query, some, rows)
+            for part, lower, upper in self._changepoints(o, query, points, rows):
+                some = points[part]
                 if self.residuals == "absolute":
                     rays[some] = (lower > upper).any(1)
                 ends[some] = two_sided(lower, upper, *self._places(ranks, window))
@@ -177,9 +176,8 @@ class Engine:
     def _swept(self, o: int, query: Query, points: Tensor, ranks: Ranks) -> dict[int, list[list[Interval]]]:
         """The exact sets of points to which some row contributes two rays: no order statistic has their ends."""
         found = {}
-        for some in self.parts(points, None):
-            changepoints = zip(*self._changepoints(o, query, some), strict=True)
-            for i, (left, right) in zip(some.tolist(), changepoints, strict=True):
+        for some, *ends in self._changepoints(o, query, points):
+            for i, left, right in zip(points[some].tolist(), *ends, strict=True):
                 found[i] = sweep(left, right, [low for low, _ in ranks])
         return found
 
@@ -212,12 +210,23 @@ class Engine:
         count = len(self.e) if rows is None else len(rows)
         return list(torch.split(points, rows_within(self.memory // 4, _IN_FLIGHT * 8 * count, at_most=4096)))
 
-    def _changepoints(self, o: int, query: Query, points: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Both kinds of changepoint of some points and rows (None: all), (m, n) each."""
+    def _changepoints(
+        self, o: int, query: Query, points: Tensor, rows: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Both kinds of changepoint of some rows (None: all), (m, n) each, for part by part of the points.
+
+        The places of a part among the points come with them. Cross leverages are had for several parts at once: rows
+        that are not held are computed again for each such product.
+        """
         ends = absolute_changepoints if self.residuals == "absolute" else signed_changepoints
         e, s = self.e[:, o], self.slack[:, o, o]
         e, s = (e, s) if rows is None else (e[rows], s[rows])
-        return ends(self.score, e, s, self.cross(query, points, rows), query.leverage[points, 0, 0])
+        every = torch.arange(len(points), device=points.device)
+        together, part = (rows_within(self.memory // 8, k * 8 * len(e), at_most=4096) for k in (1, _IN_FLIGHT))
+        for some in torch.split(every, together) if len(every) else ():
+            c, h = self.cross(query, points[some], rows), query.leverage[points[some], 0, 0]
+            for at in torch.split(torch.arange(len(some), device=points.device), part):
+                yield some[at], *ends(self.score, e, s, c[at], h[at])
 
     def cross(self, query: Query, points: slice | Tensor, rows: Tensor | None) -> Tensor:
         """Cross leverages c (m, n) of some points and rows (None: all)."""
@@ -225,10 +234,18 @@ class Engine:
             return query.leverage.new_empty(len(query.leverage[points]), 0)
         parts: list[slice] | list[Tensor] = self.features.slices()
         if rows is not None:
-            bytes_per_row = 12 * self.features.size
-            parts = list(torch.split(rows, rows_within(self.memory // 8, bytes_per_row, at_most=len(rows))))
-        found = [query.cross(part, points)[..., 0, 0] for part in parts]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+            size, chunk = rows_within(self.memory // 8, 12 * self.features.size, at_most=len(rows)), self.features.chunk
+            parts = list(torch.split(rows, size if size < chunk else size // chunk * chunk))
+        if len(parts) == 1:
+            return query.cross(parts[0], points)[..., 0, 0]
+        # Into one tensor: small ones would settle where the rows of a part were, and memory grow by a part each.
+        h = query.leverage[points, 0, 0]
+        found, start = h.new_empty(len(h), len(self.e) if rows is None else len(rows)), 0
+        for part in parts:
+            c = query.cross(part, points)[..., 0, 0]
+            found[:, start : start + c.shape[1]] = c
+            start += c.shape[1]
+        return found
 
     # Outputs that share parameters
 
