@@ -2,7 +2,7 @@
 
     python benchmarks/large_network.py                 # N = 5,000 on a CUDA device, 200 on a CPU (some minutes there)
     python benchmarks/large_network.py --rows 1000 --memory 20GB
-    python benchmarks/large_network.py --rows 5000 --side 8 --memory 12GB --threads 1   # on a CPU in under an hour
+    python benchmarks/large_network.py --rows 5000 --side 8 --memory 12GB   # on a CPU: more than an hour of one core
 
 Seconds for `conformalize` and for the intervals of 100 test points, the peak of the memory, and both as shares of their
 bound: the products that the kernel takes, at the measured rate of a large float64 product. Results go to
