@@ -85,8 +85,11 @@ def test_widths_against_shares_draw():
     ]
     figure = plots.width_against_share([*rows, {**rows[0], "level": "0.8", "dataset": "other"}], level=0.9)
     FigureCanvasAgg(figure).draw()
-    shown = [axes for axes in figure.axes if axes.get_visible()]
+    shown = [axes for axes in figure.axes if axes.axison]
     assert [axes.get_title(loc="left") for axes in shown] == ["a", "b", "c", "d", "e"]
+    (rest,) = [axes for axes in figure.axes if not axes.axison]  # holds the names
+    names = [text.get_text() for text in rest.get_legend().get_texts()]
+    assert sorted(names) == ["ACP-GN (no guarantee)", "SCP-GN", "informed split", "split + refine"]
     informed = shown[1].containers[0].lines[0]
     assert informed.get_xdata().tolist() == [0.25, 0.5]
     assert informed.get_ydata().tolist() == [1.25, 1.5]

@@ -101,7 +101,7 @@ def width_against_share(rows: Any, *, level: float) -> Any:
 
     rows = [row for row in rows if float(row["level"]) == level]
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
-    columns = min(4, len(sets))
+    columns = min(4 if len(sets) in (4, 7, 8) else 3, len(sets))
     figure = Figure(figsize=(3.1 * columns, 2.9 * -(-len(sets) // columns) + 0.4), layout="constrained")
     panels = np.atleast_1d(figure.subplots(-(-len(sets) // columns), columns)).ravel()
     styles = {"informed split": (BLUE, "o"), "SCP-GN": (ORANGE, "s"), "split + refine": (GREEN, "^")}
@@ -121,9 +121,13 @@ def width_against_share(rows: Any, *, level: float) -> Any:
         axes.set_xlabel("calibration share")
         axes.spines[["top", "right"]].set_visible(False)
     for axes in panels[len(sets) :]:
-        axes.set_visible(False)
+        axes.set_axis_off()
     panels[0].set_ylabel(f"mean width at {level:.0%}")
-    panels[0].legend(fontsize=7, frameon=False)
+    names = panels[0].get_legend_handles_labels()
+    if len(panels) > len(sets):  # a panel of its own
+        panels[len(sets)].legend(*names, loc="center", fontsize=9, frameon=False)
+    else:
+        panels[0].legend(*names, fontsize=7, frameon=False)
     return figure
 
 
